@@ -1,0 +1,56 @@
+"""One training loop over every sharding library."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardkit import errors as errors
+    from shardkit._backend import Backend as Backend
+    from shardkit._backend import NoOptions as NoOptions
+    from shardkit._backend import Variant as Variant
+    from shardkit._backend import option as option
+    from shardkit._engine import Engine as Engine
+    from shardkit._engine import Update as Update
+    from shardkit._hookimpl import hookimpl as hookimpl
+    from shardkit._launch import launch as launch
+    from shardkit._prepare import prepare as prepare
+    from shardkit._registry import backends as backends
+    from shardkit._registry import register as register
+    from shardkit._session import Session as Session
+    from shardkit._strategy import Strategy as Strategy
+
+__version__ = "0.1.0"
+
+# Each public name and the module that holds it: nothing is imported before it is asked for.
+_HOMES = {
+    "Backend": "_backend",
+    "Engine": "_engine",
+    "NoOptions": "_backend",
+    "Session": "_session",
+    "Strategy": "_strategy",
+    "Update": "_engine",
+    "Variant": "_backend",
+    "backends": "_registry",
+    "errors": "errors",
+    "hookimpl": "_hookimpl",
+    "launch": "_launch",
+    "option": "_backend",
+    "prepare": "_prepare",
+    "register": "_registry",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+    home = importlib.import_module(f"shardkit.{_HOMES[name]}")
+    value = home if _HOMES[name] == name else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

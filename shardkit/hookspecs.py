@@ -1,0 +1,34 @@
+"""The hooks that a plugin implements. Pluggy dispatches them at ``prepare``; the step's hot path has none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from shardkit._backend import Backend
+from shardkit._engine import Engine
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shardkit._strategy import Strategy
+
+hookspec = pluggy.HookspecMarker("shardkit")
+
+
+@hookspec(firstresult=True)
+def shardkit_describe() -> Backend | None:
+    """Declare the backend. Must not import its library, nor torch."""
+
+
+@hookspec(firstresult=True)
+def shardkit_prepare(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: Any) -> Engine | None:
+    """Build the engine. Collective.
+
+    ``model`` is the user's module, checked, with rank 0's weights and buffers on every rank. ``optimizer`` is over
+    parameters of the model, each once; None when the user gave none: return None then, unless the options bring one,
+    and the session is one for evaluation. ``strategy`` is what the user asked for and ``options`` the backend's own
+    options dataclass, both checked. The default process group exists.
+    """
