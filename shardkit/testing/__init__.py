@@ -1,0 +1,5 @@
+"""Tools to test a backend with."""
+
+from shardkit.testing._ranks import run as run
+
+__all__ = ["run"]

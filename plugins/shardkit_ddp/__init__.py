@@ -1,0 +1,32 @@
+"""Plain DistributedDataParallel: every rank holds the whole model and optimizer, gradients are averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardkit import Backend, Engine, Strategy, Variant, hookimpl
+from shardkit_ddp._options import DDPOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@hookimpl
+def shardkit_describe() -> Backend:
+    return Backend(
+        name="ddp",
+        summary="torch's DistributedDataParallel",
+        variants=(Variant(strategy="ddp", summary="shards nothing; gradients are averaged during backward"),),
+        devices=frozenset({"cpu", "cuda"}),
+        options=DDPOptions,
+    )
+
+
+@hookimpl
+def shardkit_prepare(
+    model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: DDPOptions
+) -> Engine | None:
+    from shardkit_ddp._engine import DDPEngine
+
+    return None if optimizer is None else DDPEngine(model, optimizer, strategy, options)

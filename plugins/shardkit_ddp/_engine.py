@@ -1,0 +1,144 @@
+"""The engine over DistributedDataParallel."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shardkit import Engine, Strategy, Update
+from shardkit.gradients import all_finite, gradients
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from shardkit_ddp._options import DDPOptions
+
+
+@final
+class DDPEngine(Engine):
+    """The user's module and optimizer, and torch's reducer between them.
+
+    The user calls the module itself and never the wrapper: the reducer is told of a backward pass when the pass
+    begins, with its loss. So it finds unused parameters in the very graph that is back-propagated, whatever the module
+    returned and however often it was called, and a micro-batch that isn't the window's last needs no ``no_sync``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: DDPOptions) -> None:
+        self.model = model
+        self.optimizer: Optimizer = optimizer
+        # Kept here: once the session is open, it guards the optimizer's own.
+        self._optimizer_step = optimizer.step
+        self._parameters = list(model.parameters())
+        self._max_norm = strategy.max_grad_norm
+        self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
+        self._options = options
+        self._distributed = dist.get_world_size() > 1
+        self._frozen = [value for value in self._parameters if not value.requires_grad]
+        self._ddp = _wrap(model, options) if self._distributed else None
+
+    def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        if last and self._distributed:
+            if any(value.requires_grad for value in self._frozen):
+                # Thawed since: the reducer knows only those that it was built with.
+                self._frozen = [value for value in self._parameters if not value.requires_grad]
+                self._ddp = _wrap(self.model, self._options)
+            if self._ddp is not None:
+                _expect(self._ddp.reducer, loss)
+        loss.backward(gradient)
+
+    def step(self) -> Update:
+        trained = gradients(parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        norm = None
+        # The reducer has averaged the gradients: what this rank sees, all see.
+        if self._want_norm:
+            total = get_total_norm(trained)
+            norm = total.item()
+            applied = norm - norm == 0.0
+            if applied and self._max_norm is not None:
+                clip_grads_with_norm_(trained_parameters(self.optimizer), self._max_norm, total)
+        else:
+            applied = all_finite(trained)
+        if applied:
+            self._optimizer_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        return Update(applied, norm)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {
+            name: value.grad.detach().cpu().clone()
+            for name, value in self.model.named_parameters()
+            if value.grad is not None
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": type(self.optimizer).state_dict(self.optimizer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.model.load_state_dict(state["model"])
+        type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
+
+    def close(self) -> None:
+        # The reducer's hooks on the parameters go with it.
+        self._ddp = None
+        self._distributed = False
+
+
+def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
+    if not any(value.requires_grad for value in model.parameters()):
+        return None
+    return DistributedDataParallel(
+        model,
+        init_sync=False,  # the core has broadcast the weights, and keeps buffers equal
+        find_unused_parameters=True,
+        bucket_cap_mb=options.bucket_cap_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+    )
+
+
+def _expect(reducer: Any, loss: Tensor) -> None:
+    """Tell the reducer that a backward pass from this loss begins, whose gradients it shall average."""
+    reducer.prepare_for_forward()
+    if _Quietly.done:
+        reducer.prepare_for_backward([loss])
+    else:
+        _Quietly.apply(reducer, loss)
+
+
+class _Quietly(torch.autograd.Function):
+    """Has the reducer look for unused parameters without a word, until it has said its word.
+
+    Torch says once per process that the search costs time where all parameters are used. It is what makes a model right
+    that uses some on some ranks only, and takes microseconds. The word comes from C++, and only within a call such as
+    that of an autograd function does torch turn it into a Python warning, which can be filtered.
+    """
+
+    done = False
+
+    @classmethod
+    def apply(cls, reducer: Any, loss: Tensor) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().apply(reducer, loss)
+        for warning in caught:
+            if "find_unused_parameters=True was specified" in str(warning.message):
+                cls.done = True
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    @staticmethod
+    def forward(ctx: Any, reducer: Any, loss: Tensor) -> None:
+        reducer.prepare_for_backward([loss])
+
+
+def trained_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that have a gradient to step with."""
+    return [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]

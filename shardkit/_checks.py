@@ -1,0 +1,139 @@
+"""What a model, an optimizer and a loss must be before anything is built on them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardkit._backend import Backend
+from shardkit._strategy import Strategy
+from shardkit.errors import InputError, UnsupportedError
+
+
+def check_model(model: Any) -> torch.device:
+    """Return the one device on which the model lies.
+
+    Raises:
+        InputError: it is no module, has no parameters, or lies on the meta device or on several.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a torch.nn.Module, not a {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise InputError("the model is wrapped in DistributedDataParallel already: hand over the module inside it")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if next(model.parameters(), None) is None:
+        raise InputError(f"the model {type(model).__name__} has no parameters: there is nothing to train or to shard")
+    lazy = [name for name, value in tensors.items() if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise InputError(f"{lazy[0]!r} is not initialized yet: run one forward pass before prepare")
+    devices: dict[torch.device, str] = {}
+    for name, value in tensors.items():
+        devices.setdefault(value.device, name)
+    if len(devices) > 1:
+        spread = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise InputError(f"the model lies on several devices ({spread}): move it to one with model.to(device)")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise InputError("the model is on the meta device: it has no values; give it some with model.to_empty(...)")
+    return device
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Raise unless the optimizer updates parameters of this model, each once, without a closure.
+
+    Raises:
+        InputError: it is no torch optimizer, has no parameters, has one twice, or has one that isn't the model's.
+        UnsupportedError: its ``step`` needs a closure.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"the optimizer is a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not given:
+        raise InputError("the optimizer has no parameters: build it on model.parameters()")
+    foreign = [tuple(parameter.shape) for parameter in given if id(parameter) not in names]
+    if foreign:
+        raise InputError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's, the first of shape {foreign[0]}: "
+            "build it on the model that you prepare, after any change of its parameters"
+        )
+    twice = [names[key] for key, count in Counter(map(id, given)).items() if count > 1]
+    if twice:
+        raise InputError(f"the optimizer holds parameter {twice[0]!r} more than once: list each parameter once")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} calls the model again within its step, through a closure; a session owns the "
+            "order of backward and step: use an optimizer whose step needs none"
+        )
+
+
+def check_fit(backend: Backend, strategy: Strategy, device: torch.device) -> None:
+    """Raise unless the backend declares what is asked of it.
+
+    Raises:
+        UnsupportedError: it doesn't run on the device, or not in the precision.
+    """
+    if device.type not in backend.devices:
+        raise UnsupportedError(f"backend {backend.name!r} runs on {_either(backend.devices)}, not on {device.type}")
+    if strategy.precision not in backend.precisions:
+        raise UnsupportedError(
+            f"backend {backend.name!r} trains in {_either(backend.precisions)}, not in {strategy.precision}"
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise unless one can back-propagate from the loss.
+
+    Raises:
+        InputError: it is no tensor, no scalar, or has no graph.
+    """
+    if not isinstance(loss, Tensor):
+        raise InputError(f"the loss is a tensor, not a {type(loss).__name__}")
+    if loss.dim() != 0 and loss.numel() != 1:
+        raise InputError(f"the loss is a scalar, not of shape {tuple(loss.shape)}: reduce it with .mean()")
+    if not loss.requires_grad:
+        raise InputError(
+            "the loss has no gradient: it was computed without grad, or from no parameter that requires one"
+        )
+    if loss.is_complex() or not loss.is_floating_point():
+        raise InputError(f"the loss is a real floating-point number, not {loss.dtype}")
+
+
+def fingerprint(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return what must be the same on every rank about what was handed over, in words for an error."""
+    parameters = {
+        name: (tuple(value.shape), str(value.dtype), value.requires_grad) for name, value in model.named_parameters()
+    }
+    buffers = {name: (tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()}
+    facts = {
+        "class of the model": type(model).__qualname__,
+        "number of parameters": len(parameters),
+        "names, shapes and types of parameters": _digest(parameters),
+        "names, shapes and types of buffers": _digest(buffers),
+        "class of the optimizer": type(optimizer).__qualname__,
+    }
+    if optimizer is not None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = [[names.get(id(value)) for value in group["params"]] for group in optimizer.param_groups]
+        settings = [
+            {key: repr(value) for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
+            for group in optimizer.param_groups
+        ]
+        facts["parameter groups of the optimizer"] = _digest(groups)
+        facts["settings of the optimizer"] = settings
+    return facts
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _either(names: frozenset[str]) -> str:
+    return " or ".join(sorted(names))

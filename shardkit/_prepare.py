@@ -1,0 +1,162 @@
+"""From a model, an optimizer and a strategy to a session."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkit import _registry
+from shardkit._buffers import Buffers, broadcast_module
+from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint
+from shardkit._evaluation import EvaluationEngine
+from shardkit._options import typed_options
+from shardkit._processes import Processes, expected_world_size, same_everywhere
+from shardkit._random import seed_everything
+from shardkit._session import Session
+from shardkit._strategy import Strategy, is_path, read_file
+from shardkit.errors import ShardkitError, StateError, StrategyError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from shardkit._backend import Backend
+
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def prepare(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy | str | Path) -> Session:
+    """Return a session that trains the model under the strategy. Collective.
+
+    ``strategy`` is a :class:`Strategy`, a string such as ``"ddp"`` or ``"deepspeed:stage=3"``, or the path of a JSON
+    or TOML file: of a strategy, or of the configuration of a backend's library. ``optimizer`` None makes a session for
+    evaluation. All ranks start from the weights and buffers of rank 0. Processes come from ``torchrun`` or
+    :func:`shardkit.launch`; without a launcher this process trains alone. A process group that exists is used.
+
+    Raises:
+        ShardkitError: something is wrong or can't be done right; the same error on every rank, and the model is as it
+            was. The tree of errors is in :mod:`shardkit.errors`.
+    """
+    plan, refusal = _plan(model, optimizer, strategy)
+    if refusal is not None and expected_world_size() == 1:
+        raise refusal
+    processes = Processes(plan.device)
+    try:
+        facts = processes.agree({} if refusal else plan.facts(), refusal)
+        same_everywhere(facts)
+        return _open(plan, processes)
+    except BaseException:
+        processes.close()
+        raise
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What was asked for, as far as it could be understood."""
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device | None = None
+    strategy: Strategy | None = None
+    backend: Backend | None = None
+    options: Any = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on every rank."""
+        return {"strategy": str(self.strategy), **fingerprint(self.module, self.optimizer)}
+
+
+def _plan(
+    model: nn.Module, optimizer: Optimizer | None, strategy: Strategy | str | Path
+) -> tuple[_Plan, ShardkitError | None]:
+    """Check all that one rank can know by itself, before anything heavy is imported; return the first refusal."""
+    # torch.compile hides the module behind another whose parameters bear other names.
+    plan = _Plan(model, getattr(model, "_orig_mod", model), optimizer)
+    try:
+        plan.device = check_model(plan.module)
+        plan.strategy = resolve(strategy)
+        plan.backend = _registry.describe(plan.strategy.backend)
+        plan.options = typed_options(plan.backend, plan.strategy.options)
+        check_fit(plan.backend, plan.strategy, plan.device)
+        _registry.require_library(plan.backend)
+        _check_unprepared(plan.module)
+        if optimizer is not None:
+            check_optimizer(plan.module, optimizer)
+    except ShardkitError as refusal:
+        return plan, refusal
+    return plan, None
+
+
+def _open(plan: _Plan, processes: Processes) -> Session:
+    module, optimizer, strategy, backend = plan.module, plan.optimizer, plan.strategy, plan.backend
+    assert strategy is not None
+    assert backend is not None
+    assert plan.device is not None
+    signature = {name: list(value.shape) for name, value in module.named_parameters()}
+    if processes.world_size > 1:
+        broadcast_module(module)
+    engine, failure = None, None
+    try:
+        engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
+        if engine is None and optimizer is not None:
+            raise ShardkitError(f"backend {backend.name!r} built no engine for the optimizer that it was given")
+    except Exception as error:
+        failure = error
+    processes.agree(None, failure)
+    engine = engine or EvaluationEngine(module)
+    if strategy.seed is not None:
+        seed_everything(strategy.seed + processes.rank)
+    buffers = Buffers(module) if processes.world_size > 1 else None
+    _prepared.add(module)
+    return Session(
+        plan.model if engine.model is module else engine.model,
+        engine,
+        strategy,
+        backend,
+        processes,
+        buffers,
+        signature,
+        plan.device,
+        lambda: _prepared.discard(module),
+    )
+
+
+def resolve(strategy: Strategy | str | Path) -> Strategy:
+    """Return the strategy that an object, a string or a file stands for.
+
+    Raises:
+        StrategyError: it is none of them, or the file is not one that shardkit or a backend can read.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, str) and not is_path(strategy):
+        return Strategy.parse(strategy)
+    if not isinstance(strategy, str | Path):
+        raise StrategyError(f"a strategy is a Strategy, a string or a path, not a {type(strategy).__name__}")
+    path = str(strategy)
+    values = read_file(path)
+    if "backend" in values:
+        return Strategy.from_mapping(values, path)
+    # The configuration file of a backend's library: it belongs to the backend that knows most of its keys.
+    known = {name: len(backend.config_keys & values.keys()) for name, backend in _registry.backends().items()}
+    best = max(known, key=lambda name: known[name], default=None)
+    if best is None or not known[best]:
+        raise StrategyError(
+            f"{path}: neither a strategy (it has no 'backend') nor the configuration of an installed backend; "
+            f"its keys are {', '.join(sorted(values)) or 'none'}"
+        )
+    return Strategy(best, options={"config": path})
+
+
+def _check_unprepared(module: nn.Module) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    for other in _prepared:
+        if other is module or any(id(parameter) in own for parameter in other.parameters()):
+            raise StateError(
+                f"this {type(module).__name__} is prepared already, or shares parameters with a "
+                f"{type(other).__name__} that is: close its session first"
+            )

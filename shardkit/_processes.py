@@ -1,0 +1,174 @@
+"""The process group under a session, and how its ranks come to agree."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardkit import errors
+from shardkit.errors import MismatchError, ShardkitError, StateError
+
+if TYPE_CHECKING:
+    import torch
+
+RENDEZVOUS_SECONDS = 30
+"""How long the ranks wait for each other where all must come, such as at a save."""
+
+_incarnations = itertools.count()
+_open_sessions = 0
+_ours = False
+
+
+class Processes:
+    """The ranks that train together: the default process group, and a control group of ours on the CPU.
+
+    A default group that exists is used and left alone. Otherwise one is made: from the launcher's environment
+    variables, or of this process alone; it is destroyed with the last session that uses it.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        global _open_sessions, _ours
+        if not dist.is_initialized():
+            _initialize(device.type if device is not None else "cpu")
+            _ours = True
+        _open_sessions += 1
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._control = None
+        if self.world_size > 1:
+            # Of its own, so that what ranks say to each other about errors never meets a collective of the training.
+            self._control = dist.new_group(backend="gloo")
+        self._meetings = 0
+        self._closed = False
+
+    def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
+        """Return every rank's value; if any rank brings an error, raise the same one on every rank. Collective."""
+        if self._control is None:
+            if error is not None:
+                raise error
+            return [value]
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, (value, None if error is None else _packed(error)), group=self._control)
+        failed = [(rank, packed) for rank, (_, packed) in enumerate(told) if packed is not None]
+        if failed:
+            raise _joint_error(failed, self.world_size, error)
+        return [value for value, _ in told]
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank is here, at most RENDEZVOUS_SECONDS. Collective.
+
+        Raises:
+            StateError: a rank didn't come: ``what`` was not called on all ranks. The ranks can go on training.
+        """
+        if self.world_size == 1:
+            return
+        # Through the store, not a collective: a collective that timed out would leave its group unusable.
+        store = dist.PrefixStore("shardkit/meet", dist.distributed_c10d._get_default_store())
+        keys = [f"{self._meetings}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "here")
+        try:
+            store.wait(keys, timedelta(seconds=RENDEZVOUS_SECONDS))
+        except dist.DistStoreError:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            store.delete_key(keys[self.rank])
+            raise StateError(
+                f"{what} is collective: call it on all ranks. Rank {self.rank} waited {RENDEZVOUS_SECONDS} s for rank "
+                f"{', '.join(missing)} of {self.world_size}"
+            ) from None
+        self._meetings += 1
+
+    def close(self) -> None:
+        """Leave the groups; destroy those that this module made, once nobody uses them."""
+        global _open_sessions, _ours
+        if self._closed:
+            return
+        self._closed = True
+        _open_sessions -= 1
+        if not dist.is_initialized():
+            return
+        if self._control is not None:
+            dist.destroy_process_group(self._control)
+            self._control = None
+        if _ours and _open_sessions == 0:
+            dist.destroy_process_group()
+            _ours = False
+
+
+def expected_world_size() -> int:
+    """Return how many ranks there are or will be, from the process group or the launcher's variables."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def _initialize(device: str) -> None:
+    # Each incarnation has its own keys in the launcher's store: those of a group that was closed would mislead it.
+    prefix = f"shardkit/{next(_incarnations)}"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise StateError(
+                f"RANK and WORLD_SIZE are set but {' and '.join(missing)} are not: start the program with torchrun or "
+                "shardkit.launch, or unset them to train in one process"
+            )
+        store, rank, world_size = _launcher_store()
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
+    _linger_at_exit()
+
+
+@cache
+def _launcher_store() -> tuple[dist.Store, int, int]:
+    """Return the store that the launcher's variables point to, one connection for the process's life."""
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    return store, rank, world_size
+
+
+@cache
+def _linger_at_exit() -> None:
+    # Gloo's worker thread drops its last tensor some time after the collective. If the interpreter is finalizing by
+    # then, the process aborts (pytorch/pytorch#190489): give the thread its turn while the interpreter is whole.
+    atexit.register(time.sleep, 0.2)
+
+
+def _packed(error: BaseException) -> tuple[str, str]:
+    kind = type(error).__name__ if isinstance(error, ShardkitError) else ""
+    return kind, str(error) if kind else f"{type(error).__name__}: {error}"
+
+
+def _joint_error(
+    failed: list[tuple[int, tuple[str, str]]], world_size: int, own: BaseException | None
+) -> BaseException:
+    texts = {text for _, (_, text) in failed}
+    if len(failed) == world_size and len(texts) == 1:
+        if own is not None and not isinstance(own, ShardkitError):
+            return own  # the library's own error, the same on every rank, goes through unchanged
+        message = texts.pop()
+    else:
+        message = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed)
+    names = {name for _, (name, _) in failed}
+    kind = getattr(errors, names.pop(), ShardkitError) if len(names) == 1 else ShardkitError
+    joint: BaseException = kind(message)
+    joint.__cause__ = own
+    return joint
+
+
+def same_everywhere(facts: list[dict[str, Any]]) -> None:
+    """Raise unless all ranks brought the same facts; names the first that differs.
+
+    Raises:
+        MismatchError: with what each rank brought.
+    """
+    for what, first in facts[0].items():
+        if any(fact.get(what) != first for fact in facts):
+            brought = "; ".join(f"rank {rank}: {fact.get(what)}" for rank, fact in enumerate(facts))
+            raise MismatchError(f"the ranks bring different things ({what}): {brought}")
