@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardkit._registry import register as register
     from shardkit._session import Session as Session
     from shardkit._strategy import Strategy as Strategy
+    from shardkit.workloads import Workload as Workload
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "Strategy": "_strategy",
     "Update": "_engine",
     "Variant": "_backend",
+    "Workload": "workloads",
     "backends": "_registry",
     "errors": "errors",
     "hookimpl": "_hookimpl",

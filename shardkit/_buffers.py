@@ -24,7 +24,7 @@ class Buffers:
             (part._buffers, name)
             for part in module.modules()
             for name, value in part._buffers.items()
-            if _synced(value)
+            if value is not None and value.numel() > 0
         ]
         self._seen = [self._state(*place) for place in self._places]
 
@@ -34,9 +34,8 @@ class Buffers:
             return
         states = [self._state(*place) for place in self._places]
         device = self._places[0][0][self._places[0][1]].device  # type: ignore[union-attr]
-        changed = torch.tensor(
-            [a != b for a, b in zip(states, self._seen, strict=True)], dtype=torch.uint8, device=device
-        )
+        flags = [state != seen for state, seen in zip(states, self._seen, strict=True)]
+        changed = torch.tensor(flags, dtype=torch.uint8, device=device)
         dist.all_reduce(changed, dist.ReduceOp.MAX)
         values = [holder[name] for (holder, name), flag in zip(self._places, changed.tolist(), strict=True) if flag]
         if values:
@@ -48,10 +47,6 @@ class Buffers:
     def _state(holder: dict[str, Tensor | None], name: str) -> tuple[int, int]:
         value = holder[name]
         return id(value), -1 if value is None else value._version
-
-
-def _synced(value: Tensor | None) -> bool:
-    return value is not None and value.numel() > 0
 
 
 @torch.no_grad()

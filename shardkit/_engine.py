@@ -82,5 +82,5 @@ class Engine(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` gave on this rank, and drop the gradients of a window in progress."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - to override or not
         """Let go of hooks and buffers; the user's module stays usable on its own, with whole weights."""

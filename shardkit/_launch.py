@@ -77,9 +77,8 @@ def collect(started: Sequence[Process], results: list[Path], timeout: float | No
     try:
         while True:
             codes = [process.poll() for process in started]
-            failed = [
-                rank for rank, code in enumerate(codes) if code is not None and (code or not results[rank].exists())
-            ]
+            ended = [rank for rank, code in enumerate(codes) if code is not None]
+            failed = [rank for rank in ended if codes[rank] or not results[rank].exists()]
             if failed:
                 _end(started)
                 raise _failure(failed[0], codes[failed[0]] or 0, results)
@@ -94,6 +93,8 @@ def collect(started: Sequence[Process], results: list[Path], timeout: float | No
         for process in started:
             if process.poll() is None:
                 process.kill()
+        while any(process.poll() is None for process in started):
+            time.sleep(0.02)
 
 
 def _end(started: Sequence[Process]) -> None:

@@ -130,7 +130,7 @@ class Session:
         last = self._micro + 1 == self._accumulate
         self._losses.append(value)
         try:
-            # 0 x loss: a loss that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
+            # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
             self._engine.backward(loss, torch.add(scale, value, alpha=0), last=last)
         except BaseException as error:
             self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"

@@ -127,7 +127,7 @@ class _Quietly(torch.autograd.Function):
     def apply(cls, reducer: Any, loss: Tensor) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            super().apply(reducer, loss)
+            super().apply(reducer, loss)  # type: ignore[no-untyped-call]
         for warning in caught:
             if "find_unused_parameters=True was specified" in str(warning.message):
                 cls.done = True

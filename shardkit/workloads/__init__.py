@@ -1,0 +1,31 @@
+"""Workloads: one idea of something to train, for the comparison, the parity suite and the benchmarks.
+
+A workload is a named function without arguments that returns a :class:`Workload`. The built-in ones are the modules of
+this package; a user's own is a Python file with such a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something to train.
+
+    ``loss(model, batch)`` returns the mean loss over a batch, a scalar. ``batches(size)`` returns an endless iterator
+    over batches of ``size`` samples, the same ones each time it is called; of W ranks, rank r trains on the batches r,
+    r + W, r + 2W, ... The function that makes a workload seeds its own generators, so that every call gives the same
+    weights.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[[nn.Module, Any], Tensor]
+    batches: Callable[[int], Iterator[Any]]
