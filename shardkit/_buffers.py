@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,33 +21,39 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         # By place, not by tensor: a module may put another tensor there.
-        self._places = [
-            (part._buffers, name)
+        places: list[tuple[nn.Module, str]] = [
+            (part, name)
             for part in module.modules()
             for name, value in part._buffers.items()
             if value is not None and value.numel() > 0
         ]
-        self._seen = [self._state(*place) for place in self._places]
+        # The kernels of the norm layers write statistics without counting a version.
+        self._statistics = [place for place in places if isinstance(place[0], _NormBase)]
+        self._others = [place for place in places if not isinstance(place[0], _NormBase)]
+        self._seen = [_version(*place) for place in self._others]
 
     def synchronize(self) -> None:
-        """Give every rank rank 0's values of those that changed on any rank since the last time. Collective."""
-        if not self._places:
-            return
-        states = [self._state(*place) for place in self._places]
-        device = self._places[0][0][self._places[0][1]].device  # type: ignore[union-attr]
-        flags = [state != seen for state, seen in zip(states, self._seen, strict=True)]
-        changed = torch.tensor(flags, dtype=torch.uint8, device=device)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
-        values = [holder[name] for (holder, name), flag in zip(self._places, changed.tolist(), strict=True) if flag]
+        """Give every rank rank 0's values of those that may have changed since the last time. Collective."""
+        places = [*self._statistics, *self._changed()] if self._others else self._statistics
+        values = [value for part, name in places if (value := part._buffers[name]) is not None]
         if values:
-            broadcast([value for value in values if value is not None])
-            states = [self._state(*place) for place in self._places]
-        self._seen = states
+            broadcast(values)
+            self._seen = [_version(*place) for place in self._others]
 
-    @staticmethod
-    def _state(holder: dict[str, Tensor | None], name: str) -> tuple[int, int]:
-        value = holder[name]
-        return id(value), -1 if value is None else value._version
+    def _changed(self) -> list[tuple[nn.Module, str]]:
+        """Return the places whose tensor another one replaced, or something wrote to, on any rank."""
+        versions = [_version(*place) for place in self._others]
+        flags = [version != seen for version, seen in zip(versions, self._seen, strict=True)]
+        part, name = self._others[0]
+        first = part._buffers[name]
+        told = torch.tensor(flags, dtype=torch.uint8, device=first.device if first is not None else None)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return [place for place, flag in zip(self._others, told.tolist(), strict=True) if flag]
+
+
+def _version(part: nn.Module, name: str) -> tuple[int, int]:
+    value = part._buffers[name]
+    return id(value), -1 if value is None else value._version
 
 
 @torch.no_grad()

@@ -171,7 +171,7 @@ def _claim(name: str) -> Claim:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise BackendNotFoundError(f"no backend is named {name!r}: {hint}installed are {', '.join(found) or 'none'}")
     if len(found[name]) > 1:
-        origins = " and ".join(claim.origin for claim in found[name])
+        origins = " and ".join(sorted(claim.origin for claim in found[name]))
         raise PluginError(f"the backend name {name!r} is claimed by {origins}: uninstall all but one")
     return found[name][0]
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
@@ -343,11 +343,13 @@ def _guard(optimizer: Optimizer) -> dict[str, Any]:
         "load_state_dict": "session.load(directory) reads the optimizer's state under every strategy",
     }
 
-    def refusal(name: str, instead: str) -> Callable[..., NoReturn]:
-        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def refusal(name: str, instead: str) -> MethodType:
+        def refuse(optimizer: Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
             raise StateError(f"optimizer.{name} is the session's while it is open: {instead}")
 
-        return refuse
+        # As a schedule marks the step that it has wrapped: it need not wrap this one, nor miss its own mark.
+        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        return MethodType(refuse, optimizer)
 
     own = {name: optimizer.__dict__.get(name) for name in refused}
     optimizer.__dict__.update({name: refusal(name, instead) for name, instead in refused.items()})

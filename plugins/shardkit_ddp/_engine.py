@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shardkit import Engine, Strategy, Update
+from shardkit.errors import UnsupportedError
 from shardkit.gradients import all_finite, gradients
+from shardkit_ddp._average import average
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +52,18 @@ class DDPEngine(Engine):
                 self._ddp = _wrap(self.model, self._options)
             if self._ddp is not None:
                 _expect(self._ddp.reducer, loss)
-        loss.backward(gradient)
+        try:
+            loss.backward(gradient)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise UnsupportedError(
+                "backend 'ddp' got the gradient of a parameter twice in one backward pass, as gradient checkpointing "
+                "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
+                "which averages the gradients after the pass"
+            ) from error
+        if last and self._distributed and not self._options.overlap:
+            average(self._parameters)
 
     def step(self) -> Update:
         trained = gradients(parameter for group in self.optimizer.param_groups for parameter in group["params"])
@@ -93,7 +106,7 @@ class DDPEngine(Engine):
 
 
 def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
-    if not any(value.requires_grad for value in model.parameters()):
+    if not options.overlap or not any(value.requires_grad for value in model.parameters()):
         return None
     return DistributedDataParallel(
         model,

@@ -16,6 +16,9 @@ class DDPOptions:
     gradient_as_bucket_view: bool = option(
         True, "let gradients be views of the buckets instead of copies: saves one copy of the gradients"
     )
+    overlap: bool = option(
+        True, "average gradients during the backward pass; false: after it, which reentrant checkpointing needs"
+    )
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:

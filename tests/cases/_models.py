@@ -1,0 +1,111 @@
+"""The tiny models of the cases, and how a case prepares them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardkit
+from shardkit import Session, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Prepares under the strategy of a text; ``folder`` is the case's own, the same on every rank."""
+
+    text: str
+    folder: Path
+
+    def __call__(self, model: nn.Module, optimizer: Any, **fields: Any) -> Session:
+        return shardkit.prepare(model, optimizer, dataclasses.replace(Strategy.parse(self.text), **fields))
+
+
+class W(nn.Module):
+    """One parameter ``w = [value]``; ``forward(x) = (w * x).sum()``."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([float(value)]))
+
+    def forward(self, x: Any) -> Tensor:
+        return (self.w * torch.as_tensor(x, dtype=self.w.dtype)).sum()
+
+
+class Two(nn.Module):
+    """Two parameters ``a`` and ``b``; ``forward(x) = (3a + 4b) x``, so that the gradient is (3x, 4x)."""
+
+    def __init__(self, a: float = 0.0, b: float = 0.0) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([float(a)]))
+        self.b = nn.Parameter(torch.tensor([float(b)]))
+
+    def forward(self, x: float) -> Tensor:
+        return ((3 * self.a + 4 * self.b) * x).sum()
+
+
+def mlp(seed: int = 0, sizes: tuple[int, ...] = (8, 16, 8)) -> nn.Sequential:
+    """Return a small multi-layer perceptron with the weights of a seed."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(step: int, part: int, rows: int = 4, width: int = 8) -> Tensor:
+    """Return the rows of one micro-batch: the same for the same step and part, on whatever rank."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1000 * step + part))
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
+    """Return SGD over all parameters."""
+    return torch.optim.SGD(model.parameters(), lr=lr, **settings)
+
+
+def train_alone(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int, max_norm: float | None = None
+) -> dict[str, Tensor]:
+    """Return the weights that plain torch reaches in one process, each step on the mean of ``parts`` micro-batches."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        rows = torch.cat([batch(step, part) for part in range(parts)])
+        model(rows).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(session: Session, steps: int, first: int = 0) -> dict[str, Tensor]:
+    """Return the weights that the session reaches on the same global batches."""
+    accumulate = session.strategy.accumulate
+    for step in range(first, first + steps):
+        for micro in range(accumulate):
+            loss = session.model(batch(step, micro * session.world_size + session.rank)).square().mean()
+            session.backward(loss)
+            assert session.step() == (micro + 1 == accumulate)
+    return session.full_weights()
+
+
+def step(session: Session, loss: Tensor) -> bool:
+    """Do one micro-step."""
+    session.backward(loss)
+    return session.step()
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Raise unless two tensors, or mappings of tensors, agree within an absolute and relative tolerance."""
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    else:
+        actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+        torch.testing.assert_close(actual, expected.to(actual), rtol=tolerance, atol=tolerance)
