@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -129,9 +130,11 @@ class Session:
             scale = self._scale = torch.tensor(1 / self._accumulate, dtype=value.dtype, device=value.device)
         last = self._micro + 1 == self._accumulate
         self._losses.append(value)
+        # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective. Where
+        # nothing waits for the value, a look at it is quicker.
+        gradient = scale if value.is_cpu and isfinite(value.item()) else torch.add(scale, value, alpha=0)
         try:
-            # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
-            self._engine.backward(loss, torch.add(scale, value, alpha=0), last=last)
+            self._engine.backward(loss, gradient, last=last)
         except BaseException as error:
             self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
             raise
