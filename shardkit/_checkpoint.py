@@ -42,13 +42,13 @@ def save(directory: Path, state: dict[str, Any], strategy: Strategy, processes: 
     _together(processes, lambda: _publish(directory, manifest) if processes.rank == 0 else None)
 
 
-def load(directory: Path, strategy: Strategy, processes: Processes, signature: dict[str, list[int]]) -> dict[str, Any]:
+def load(directory: Path, strategy: Strategy, processes: Processes, signature: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's state, once every rank has read its own whole. Collective."""
     processes.meet("load")
     return _together(processes, lambda: _read(directory, strategy, processes, signature))
 
 
-def _read(directory: Path, strategy: Strategy, processes: Processes, signature: dict[str, list[int]]) -> dict[str, Any]:
+def _read(directory: Path, strategy: Strategy, processes: Processes, signature: dict[str, Any]) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -77,16 +77,16 @@ def _read(directory: Path, strategy: Strategy, processes: Processes, signature: 
         raise CheckpointError(f"{str(path)!r} is damaged or missing: {error}") from error
     if state["signature"] != signature:
         raise CheckpointError(
-            f"the checkpoint in {str(directory)!r} is of another model: {_difference(state['signature'], signature)}"
+            f"the checkpoint in {str(directory)!r} doesn't fit: {_difference(state['signature'], signature)}"
         )
     return state
 
 
-def _difference(saved: dict[str, list[int]], own: dict[str, list[int]]) -> str:
-    for name in [*saved, *own]:
-        if saved.get(name) != own.get(name):
-            return f"parameter {name!r} has shape {saved.get(name)} in the checkpoint and {own.get(name)} in the model"
-    return f"its parameters come in another order, from {next(iter(saved))!r} on"
+def _difference(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    for what in [*saved, *own]:
+        if saved.get(what) != own.get(what):
+            return f"{what} is {saved.get(what)} in the checkpoint and {own.get(what)} here"
+    return "its parameters come in another order"
 
 
 def _identity(strategy: Strategy) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
 from shardkit._buffers import Buffers, broadcast_module
-from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint
+from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint, signature_of
 from shardkit._evaluation import EvaluationEngine
 from shardkit._options import typed_options
 from shardkit._processes import Processes, expected_world_size, same_everywhere
@@ -96,7 +96,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
     assert strategy is not None
     assert backend is not None
     assert plan.device is not None
-    signature = {name: list(value.shape) for name, value in module.named_parameters()}
+    signature = signature_of(module, optimizer)
     if processes.world_size > 1:
         broadcast_module(module)
     engine, failure = None, None

@@ -44,7 +44,7 @@ class Session:
         backend: Backend,
         processes: Processes,
         buffers: Buffers | None,
-        signature: dict[str, list[int]],
+        signature: dict[str, Any],
         device: torch.device,
         forget: Callable[[], None],
     ) -> None:
@@ -124,6 +124,8 @@ class Session:
                 "call session.step() after each session.backward(loss)"
             )
         check_loss(loss)
+        if loss.dim() > 0:
+            loss = loss.reshape(())
         value = loss.detach()
         scale = self._scale
         if scale is None or scale.dtype != value.dtype or scale.device != value.device:

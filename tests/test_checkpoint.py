@@ -127,7 +127,10 @@ def test_a_checkpoint_of_another_model_strategy_or_world_size_is_refused(tmp_pat
         fails(session, tmp_path, "of 8 processes, and these are 1")
         (tmp_path / "checkpoint.json").write_text(json.dumps(values))
     with opened(nn.Linear(1, 1)) as session:
-        fails(session, tmp_path, r"parameter 'w' has shape \[1\] in the checkpoint and None in the model")
+        fails(session, tmp_path, r"shape of parameter 'w' is \[1\] in the checkpoint and None here")
+    other = W(1)
+    with shardkit.prepare(other, torch.optim.Adam(other.parameters()), "ddp") as session:
+        fails(session, tmp_path, "class of the optimizer is SGD in the checkpoint and Adam here")
     with opened(strategy="ddp:bucket_cap_mb=1") as session:
         fails(session, tmp_path, "loads under the strategy that wrote it")
 
