@@ -1,0 +1,79 @@
+"""FairScale under shardkit: sharded optimizer state, with sharded or replicated gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardkit import Backend, Engine, Strategy, Variant, hookimpl, option
+from shardkit.errors import StrategyError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class FairScaleOptions:
+    """What can be set of FairScale."""
+
+    shard: Literal["gradients", "optimizer"] = option(
+        "gradients",
+        "what is split over the ranks: gradients and optimizer state (OSS with ShardedDDP), or the optimizer state "
+        "alone (OSS with DistributedDataParallel)",
+    )
+    reduce_buffer_size: int = option(
+        2**16,
+        "with shard=gradients, up to how many elements small gradients travel to their owner together; 0: each alone",
+        unit="elements",
+    )
+    bucket_cap_mb: float = option(
+        25.0, "with shard=optimizer, size of the buckets in which gradients are averaged", unit="MiB"
+    )
+
+    def __post_init__(self) -> None:
+        if self.reduce_buffer_size < 0:
+            raise StrategyError(
+                "option 'reduce_buffer_size' of backend 'fairscale' is at least 0 elements, not "
+                f"{self.reduce_buffer_size}"
+            )
+        if not self.bucket_cap_mb > 0:
+            raise StrategyError(
+                f"option 'bucket_cap_mb' of backend 'fairscale' is above 0 MiB, not {self.bucket_cap_mb}"
+            )
+
+
+@hookimpl
+def shardkit_describe() -> Backend:
+    return Backend(
+        name="fairscale",
+        summary="FairScale: each rank updates its part of the parameters",
+        library="fairscale",
+        requires="fairscale>=0.4.13",
+        install='pip install "shardkit[fairscale]"',
+        devices=frozenset({"cpu", "cuda"}),
+        options=FairScaleOptions,
+        variants=(
+            Variant(
+                strategy="fairscale",
+                summary="OSS and ShardedDDP: optimizer state and gradients split over the ranks",
+                shards=frozenset({"gradients", "optimizer"}),
+            ),
+            Variant(
+                strategy="fairscale:shard=optimizer",
+                summary="OSS and DistributedDataParallel: optimizer state split over the ranks",
+                shards=frozenset({"optimizer"}),
+            ),
+        ),
+    )
+
+
+@hookimpl
+def shardkit_prepare(
+    model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: FairScaleOptions
+) -> Engine | None:
+    if optimizer is None:
+        return None
+    from shardkit_fairscale._engine import FairScaleEngine
+
+    return FairScaleEngine(model, optimizer, strategy, options)

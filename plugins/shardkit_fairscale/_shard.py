@@ -1,0 +1,225 @@
+"""The optimizer in shards: each rank holds state for the parameters that it owns, and updates those."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import CheckpointError, InputError, UnsupportedError
+from shardkit_fairscale._agreement import raise_together
+from shardkit_fairscale._library import OSS, unconfigured_logging
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+# What belongs to the tensors of a group, and not to its settings.
+_OF_THE_TENSORS = ("params", "param_names")
+
+
+class Shard:
+    """FairScale's OSS around copies of the user's optimizer, one per rank, each over the parameters that it owns.
+
+    Parameters of the model that the optimizer leaves out have an owner too, which holds their averaged gradients.
+    Nobody updates them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._user = optimizer
+        self._world = dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._failed = torch.zeros((), device=next(model.parameters()).device)
+        given = [list(group["params"]) for group in optimizer.param_groups]
+        self.optimized: list[Tensor] = [parameter for group in given for parameter in group]
+        rest = [parameter for parameter in self._names if parameter not in set(self.optimized)]
+        self.check()
+        with unconfigured_logging():
+            self.oss = OSS([{"params": group} for group in ([*given, rest] if rest else given)], optim=self._own)
+        self.inner: Optimizer = self.oss.optim
+        self.owned = [parameter for parameter in self.optimized if self.owner(parameter) == self._rank]
+        self._pointers = self._addresses()
+        self._carry_over()
+
+    def check(self) -> None:
+        """Raise where FairScale can't hold the trainable parameters.
+
+        Raises:
+            UnsupportedError: they are of several dtypes, or complex.
+        """
+        dtypes = {parameter.dtype: name for parameter, name in self._names.items() if parameter.requires_grad}
+        if len(dtypes) > 1:
+            found = " and ".join(f"{dtype} ({name!r})" for dtype, name in dtypes.items())
+            raise UnsupportedError(
+                f"backend 'fairscale' keeps a rank's trainable parameters in one buffer, of one dtype, not of {found}: "
+                "give them one dtype, or use the strategy 'ddp'"
+            )
+        for dtype, name in dtypes.items():
+            if dtype.is_complex:
+                raise UnsupportedError(
+                    f"backend 'fairscale' can't send complex parameters such as {name!r} ({dtype}): use the "
+                    "strategy 'ddp'"
+                )
+
+    def owner(self, parameter: Tensor) -> int:
+        """Return the rank that updates this parameter."""
+        return int(self.oss._param_to_rank[parameter])
+
+    def reduce(self, parameter: Tensor) -> None:
+        """Average one parameter's gradient at its owner; a rank without one adds zeros. Collective."""
+        owner = self.owner(parameter)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradient.detach().mul_(1 / self._world)
+        dist.reduce(gradient, dst=owner)
+        parameter.grad = gradient if owner == self._rank else None
+
+    def update(self, beyond: list[Tensor]) -> None:
+        """Update the parameters that this rank owns, and take the others' from their owners. Collective.
+
+        ``beyond`` are parameters that changed outside of FairScale's buffers. An error of the optimizer on one rank is
+        raised on all.
+        """
+        user = self._user
+        if self._world > 1:
+            self._hold_parameters()
+        error = None
+        try:
+            for before in user._optimizer_step_pre_hooks.values():
+                before(user, (), {})
+            self._follow_groups()
+            self.inner.step()
+        except Exception as caught:
+            if self._world == 1:
+                raise
+            error = caught
+        if self._world > 1:
+            self._exchange(error, beyond)
+        for after in user._optimizer_step_post_hooks.values():
+            after(user, (), {})
+
+    def _exchange(self, error: Exception | None, beyond: list[Tensor]) -> None:
+        # Only the owner of a parameter sees that its settings are bad: all must hear of it, or wait for its weights.
+        self._failed.fill_(error is not None)
+        work = dist.all_reduce(self._failed, async_op=True)
+        self.oss._broadcast_params()
+        for parameter in beyond:
+            dist.broadcast(parameter.detach(), src=self.owner(parameter))
+        work.wait()
+        if self._failed.item():
+            raise_together(error)
+
+    def refresh(self) -> None:
+        """Follow a change of which parameters are trainable, the same on every rank."""
+        self.check()
+        with unconfigured_logging():
+            self.oss.refresh_trainable()
+        self._pointers = self._addresses()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer over this rank's parameters, and their names by group."""
+        names = [[self._names[parameter] for parameter in group["params"]] for group in self.inner.param_groups]
+        return {"names": names, "state": self.inner.state_dict()["state"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave.
+
+        Raises:
+            CheckpointError: it is the state of other parameters.
+        """
+        own = self.inner.state_dict()
+        names = self.state_dict()["names"]
+        if state["names"] != names:
+            raise CheckpointError(
+                "backend 'fairscale' split the optimizer over the ranks in another way than when the checkpoint was "
+                "written: freeze the same parameters before prepare as then, and keep their order in the groups"
+            )
+        # A copy: the optimizer works in its state in place, and the caller may want to load this one again.
+        self.inner.load_state_dict({"state": _copied(state["state"]), "param_groups": own["param_groups"]})
+
+    def close(self) -> None:
+        """Give each parameter memory of its own again, and forget the optimizer's state."""
+        for buckets in self.oss.buckets.values():
+            for rank in list(buckets):
+                for parameter in buckets.pop(rank)._params:
+                    parameter.data = parameter.data.clone()
+        self.inner.state.clear()
+
+    def _own(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return a copy of the user's optimizer over these parameters, with its settings and no state."""
+        kind = type(self._user)
+        copy: Optimizer = kind.__new__(kind)
+        # Not through the constructor, whose signature is the optimizer's own affair. What a schedule or a session put
+        # in the place of a method stays behind, and so do the hooks: they are called once, for the user's optimizer.
+        vars(copy).update({k: v for k, v in vars(self._user).items() if not (callable(v) and hasattr(kind, k))})
+        vars(copy).update(
+            {k: OrderedDict() for k in vars(copy) if k.startswith("_optimizer_") and k.endswith("_hooks")}
+        )
+        copy.state = defaultdict(dict)
+        copy.param_groups = [
+            _narrowed(group, own["params"]) for group, own in zip(self._user.param_groups, groups, strict=False)
+        ]
+        return copy
+
+    def _follow_groups(self) -> None:
+        for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
+            own.update((key, value) for key, value in user.items() if key not in _OF_THE_TENSORS)
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._names]
+
+    def _hold_parameters(self) -> None:
+        # Someone gave a parameter other memory (``parameter.data = ...``): FairScale would send what was there before.
+        if self._addresses() != self._pointers:
+            self.refresh()
+
+    def _carry_over(self) -> None:
+        """Move the state that the user's optimizer has already, as rank 0 has it, to the owners."""
+        user = self._user
+        state = {parameter: user.state[parameter] for parameter in self._names if user.state.get(parameter)}
+        if self._world > 1:
+            told: list[Any] = [None] * self._world
+            dist.all_gather_object(told, [(self._names[key], _described(entries)) for key, entries in state.items()])
+            if any(other != told[0] for other in told):
+                raise InputError(
+                    "backend 'fairscale': the optimizer brings state of earlier steps that isn't the same on every "
+                    "rank: load the same state on all, or hand over a fresh optimizer"
+                )
+        for parameter, entries in state.items():
+            for value in entries.values():
+                if self._world > 1 and isinstance(value, torch.Tensor):
+                    sent = value.to(self._failed.device)
+                    dist.broadcast(sent, src=0)
+                    value.copy_(sent)
+            if self.owner(parameter) == self._rank:
+                self.inner.state[parameter] = entries
+        # One copy of the state is enough, and it is the session's now.
+        user.state.clear()
+
+
+def _narrowed(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    narrowed = {**group, "params": parameters}
+    if "param_names" in group:
+        names = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
+        narrowed["param_names"] = [names[id(p)] for p in parameters]
+    return narrowed
+
+
+def _described(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (key, f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
+        for key, value in entries.items()
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
