@@ -1,0 +1,144 @@
+"""From a model and an optimizer to an engine."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardkit import Engine, Strategy
+from shardkit.errors import InputError, UnsupportedError
+from shardkit_deepspeed._config_optimizer import check_section, from_section
+from shardkit_deepspeed._elementwise import check_elementwise
+from shardkit_deepspeed._fragments import Fragments, clone, settings
+from shardkit_deepspeed._library import build_engine, check_driven, load
+from shardkit_deepspeed._plan import Plan, make_plan
+from shardkit_deepspeed._restore import Restore
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from shardkit_deepspeed._options import DeepSpeedOptions
+
+
+def build(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: DeepSpeedOptions) -> Engine | None:
+    """Return the engine; None where neither the user nor a file brings an optimizer. Collective."""
+    device = next(model.parameters()).device
+    plan = make_plan(
+        strategy, options, elements=_trainable(model), world_size=dist.get_world_size(), device=device.type
+    )
+    if plan.optimizer is not None:
+        if optimizer is None:
+            optimizer = from_section(plan.optimizer, plan.source, [p for p in model.parameters() if p.requires_grad])
+        else:
+            check_section(plan.optimizer, plan.source, optimizer)
+    if optimizer is None:
+        return None
+    check_tensors(model, optimizer, plan.stage)
+    if plan.stage:
+        check_elementwise(optimizer, plan.stage)
+    library = load(device)
+    restore = Restore(model)
+    if plan.stage == 0:
+        return _replicated(model, optimizer, strategy, plan, library, device, restore)
+    return _sharded(model, optimizer, strategy, plan, library, device, restore)
+
+
+def _replicated(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    plan: Plan,
+    library: Any,
+    device: torch.device,
+    restore: Restore,
+) -> Engine:
+    from shardkit_deepspeed._replicated import ReplicatedEngine
+
+    twin = clone(optimizer, [{**settings(group), "params": list(group["params"])} for group in optimizer.param_groups])
+    twin.state.update(optimizer.state)
+    optimizer.state.clear()
+    # DeepSpeed drops groups without parameters from what it is given; its own list is another.
+    given = clone(optimizer, [dict(group) for group in twin.param_groups])
+    engine = build_engine(library, model, given, plan.config, device)
+    _remove_forward_hooks(engine)
+    restore.built()
+    return ReplicatedEngine(model, optimizer, engine, twin, strategy, plan.bucket_size, restore)
+
+
+def _sharded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    plan: Plan,
+    library: Any,
+    device: torch.device,
+    restore: Restore,
+) -> Engine:
+    from shardkit_deepspeed._partitions import PartitionEngine
+    from shardkit_deepspeed._stage3 import Stage3Engine
+
+    groups = []
+    for at, group in enumerate(optimizer.param_groups):
+        trained = [value for value in group["params"] if value.requires_grad and value.numel()]
+        if trained:
+            groups.append((at, trained))
+    fragments = Fragments(optimizer, groups)
+    scalars = [value for value in model.parameters() if plan.stage == 3 and value.dim() == 0]
+    for value in scalars:
+        value.data = value.data.view(1)
+    engine = build_engine(library, model, fragments, plan.config, device)
+    check_driven(engine.optimizer, plan.stage, library.__version__)
+    if plan.stage < 3:
+        _remove_forward_hooks(engine)
+    restore.built()
+    if plan.stage == 3:
+        return Stage3Engine(
+            model, optimizer, engine, fragments, strategy, deepspeed=library, restore=restore, scalars=scalars
+        )
+    return PartitionEngine(model, optimizer, engine, fragments, strategy, restore=restore)
+
+
+def _remove_forward_hooks(engine: Any) -> None:
+    # They start timers that nobody reads, at each call of the module.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+
+
+def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
+    """Raise unless DeepSpeed can average and step all that the optimizer holds.
+
+    Raises:
+        UnsupportedError: names the parameter, and a strategy that can.
+        InputError: there is nothing to train.
+    """
+    names = {id(value): name for name, value in model.named_parameters()}
+    held = [value for group in optimizer.param_groups for value in group["params"]]
+    trained = [value for value in held if value.requires_grad and value.numel()]
+    if not trained:
+        raise InputError(
+            "all parameters of the optimizer are frozen or empty: there is nothing to train; thaw some, or hand over "
+            "None to evaluate"
+        )
+    # Stage 3 shards all parameters of the module as one type.
+    checked = list(model.parameters()) if stage == 3 else trained
+    good = (torch.float32,) if stage else (torch.float32, torch.float64)
+    for value in checked:
+        if value.dtype not in good:
+            raise UnsupportedError(
+                f"backend 'deepspeed' at stage {stage} trains {' and '.join(str(kind) for kind in good)} in precision "
+                f"fp32, and parameter {names[id(value)]!r} is {value.dtype}: use ddp"
+            )
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise UnsupportedError(
+                f"backend 'deepspeed' averages dense gradients only, and those of {name + '.weight'!r} are sparse: build "
+                "it with sparse=False, or use ddp"
+            )
+
+
+def _trainable(model: nn.Module) -> int:
+    return sum(math.prod(value.shape) for value in model.parameters() if value.requires_grad)

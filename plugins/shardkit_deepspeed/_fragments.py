@@ -1,0 +1,153 @@
+"""The user's optimizer over fragments of parameters, which is what a rank holds from stage 1 on.
+
+DeepSpeed hands an optimizer one flat tensor for a whole parameter group. Arithmetic on a flat tensor can't leave a
+parameter alone that got no gradient, nor keep a step count for each. So the tensor that DeepSpeed steps with is cut
+into views, one for each parameter's part, and the user's own class steps with those.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+from torch.optim import Optimizer
+
+from shardkit.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Fragment(NamedTuple):
+    """A run of a parameter's elements: ``count`` from ``start``, at ``offset`` in a flat tensor."""
+
+    index: int
+    start: int
+    offset: int
+    count: int
+
+
+def clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class and settings over other parameters, without state.
+
+    It isn't constructed anew: a constructor may want arguments that nobody kept. What a schedule or the user hung on
+    the instance, such as a wrapped ``step``, isn't carried over.
+    """
+    twin = copy.copy(optimizer)
+    # What an optimizer defines as a method is the class's; a callable on the instance was put there by somebody else.
+    for name, value in list(vars(twin).items()):
+        if callable(value) and callable(getattr(type(optimizer), name, None)):
+            del twin.__dict__[name]
+        elif isinstance(value, dict | list | set):
+            setattr(twin, name, copy.copy(value))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            setattr(twin, name, OrderedDict())
+    twin.defaults = dict(optimizer.defaults)
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+@dataclass
+class _Flat:
+    """One of DeepSpeed's flat tensors, and the fragments that lie in it."""
+
+    group: dict[str, Any]
+    fragments: list[Fragment] = field(default_factory=list)
+    views: list[Tensor] = field(default_factory=list)
+
+
+@final
+class Fragments(Optimizer):
+    """What DeepSpeed takes for the optimizer: it steps the user's class over fragments of DeepSpeed's flat tensors."""
+
+    def __init__(self, optimizer: Optimizer, groups: list[tuple[int, list[Tensor]]]) -> None:
+        # DeepSpeed rewrites these groups; the user's and the twin's are others.
+        super().__init__([{"params": params, **settings(optimizer.param_groups[at])} for at, params in groups], {})
+        self.defaults = dict(optimizer.defaults)
+        self.twin = clone(optimizer, [{**settings(group), "params": []} for group in optimizer.param_groups])
+        self.homes = [at for at, _ in groups]
+        """For each group that DeepSpeed sees, the number of the user's."""
+        self.absent: frozenset[int] = frozenset()
+        """Indices of the parameters that got no gradient on any rank: they are left alone."""
+        self._flats: dict[int, _Flat] = {}
+
+    def attach(self, flat: Tensor, group: int, fragments: Sequence[Fragment]) -> None:
+        """Say which fragments lie in one of DeepSpeed's flat tensors, and of which of the user's groups they are."""
+        cut = _Flat(self.twin.param_groups[group], list(fragments))
+        for fragment in fragments:
+            # A leaf, as optimizers want it, that shares the flat tensor's memory.
+            view = flat.detach().narrow(0, fragment.offset, fragment.count).requires_grad_()
+            cut.views.append(view)
+            cut.group["params"].append(view)
+        self._flats[id(flat)] = cut
+
+    def within(self, flat: Tensor) -> list[Fragment]:
+        """Return the fragments that lie in one of the flat tensors."""
+        return self._flats[id(flat)].fragments
+
+    def fragments(self) -> list[tuple[Fragment, Tensor]]:
+        """Return all fragments of this rank with their views."""
+        return [pair for flat in self._flats.values() for pair in zip(flat.fragments, flat.views, strict=True)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the fragments in the flat tensors of ``param_groups``, from those tensors' gradients."""
+        for held in self.param_groups:
+            for flat in held["params"]:
+                self._step(flat)
+
+    def _step(self, flat: Tensor) -> None:
+        cut = self._flats[id(flat)]
+        gradient = flat.grad
+        assert gradient is not None
+        moved = []
+        for fragment, view in zip(cut.fragments, cut.views, strict=True):
+            if fragment.index not in self.absent:
+                view.grad = gradient.narrow(0, fragment.offset, fragment.count)
+                moved.append(view)
+        if not moved:
+            return
+        everything, twin = cut.group["params"], self.twin
+        groups = twin.param_groups
+        cut.group["params"], twin.param_groups = moved, [cut.group]
+        try:
+            twin.step()
+        finally:
+            cut.group["params"], twin.param_groups = everything, groups
+            for view in moved:
+                view.grad = None
+
+
+def carried_state(
+    state: dict[str, Any], shape: torch.Size, fragment: Fragment, name: str
+) -> dict[str, Any]:
+    """Return a fragment's part of the state that an optimizer holds of the whole parameter.
+
+    Raises:
+        UnsupportedError: an entry is neither one value nor one for each element.
+    """
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            part[key] = copy.deepcopy(value)
+        elif value.shape == shape and key != "step":
+            part[key] = value.detach().reshape(-1).narrow(0, fragment.start, fragment.count).clone()
+        elif value.numel() == 1:
+            part[key] = value.detach().clone()
+        else:
+            raise UnsupportedError(
+                f"backend 'deepspeed' can't shard the optimizer's state {key!r} of parameter {name!r}: its shape is "
+                f"{tuple(value.shape)}, the parameter's {tuple(shape)}; use deepspeed:stage=0 or ddp"
+            )
+    return part

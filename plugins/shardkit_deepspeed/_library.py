@@ -1,0 +1,173 @@
+"""DeepSpeed itself: imported quietly, over the process group that exists, with nothing compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_seen_group: weakref.ref[Any] | None = None
+
+# What the engines drive beyond DeepSpeed's public calls, seen in 0.19.8. Checked at prepare, so that a version that
+# moved one of them is refused and not driven blindly.
+_DRIVEN = {
+    1: (
+        "overlapping_partition_gradients_reduce_epilogue",
+        "reduce_ready_partitions_and_remove_grads",
+        "setup_buckets",
+        "scaled_global_norm",
+        "refresh_fp32_params",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "single_partition_of_fp32_groups",
+        "parallel_partitioned_bit16_groups",
+        "_grad_acc_hooks",
+    ),
+    3: (
+        "overlapping_partition_gradients_reduce_epilogue",
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        "_get_norm_groups",
+        "grad_partitions_flat_buffer",
+        "fp32_partitioned_groups_flat",
+        "fp16_partitioned_groups_flat",
+        "fp16_groups",
+        "parameter_offload",
+        "_grad_acc_hooks",
+    ),
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what DeepSpeed and torch say of each other, and the user can't act on, out of the user's log."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning, UserWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+@contextmanager
+def environment(device: torch.device) -> Iterator[None]:
+    """Give DeepSpeed the variables of a launcher while it looks, and take them back."""
+    place = str(torch.cuda.current_device()) if device.type == "cuda" else os.environ.get("LOCAL_RANK", "0")
+    wanted = {"LOCAL_RANK": place, "DS_ACCELERATOR": device.type}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def load(device: torch.device) -> Any:
+    """Import DeepSpeed for this device and put it on the default process group. Collective."""
+    with quiet(), environment(device):
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.accelerator.real_accelerator import set_accelerator
+
+        # Errors reach the user as exceptions; what is below them is DeepSpeed's diary.
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        if get_accelerator().device_name() != device.type:
+            set_accelerator(_accelerator(device))
+        _join(deepspeed)
+    return deepspeed
+
+
+def _accelerator(device: torch.device) -> Any:
+    if device.type == "cuda":
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        return CUDA_Accelerator()
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    return CPU_Accelerator()
+
+
+def _join(deepspeed: Any) -> None:
+    global _seen_group
+    import deepspeed.comm.comm as comm
+    from deepspeed.utils import groups
+
+    current = dist.distributed_c10d._get_default_group()
+    if _seen_group is not None and _seen_group() is not current:
+        # The group that DeepSpeed knew is gone, and with it the subgroups that it made.
+        comm.cdb = None
+        groups._release_process_group_references()
+    _seen_group = weakref.ref(current)
+    # Joining the group makes DeepSpeed compile its shared-memory op, which waits silently and for ever on the lock of a
+    # compiler that was killed, and fails without ninja. Nothing here uses the op: torch's own collectives do the work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if comm.cdb is None:
+        comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+
+
+def build_engine(
+    deepspeed: Any, model: nn.Module, optimizer: Any, config: dict[str, Any], device: torch.device
+) -> Any:
+    """Return DeepSpeed's engine over the module. Collective."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import partition_parameters
+
+    class PreparedEngine(DeepSpeedEngine):  # type: ignore[misc]
+        """DeepSpeed's engine over a module whose replicas are equal already."""
+
+        def _broadcast_model(self) -> None:
+            # Done by the session; DeepSpeed's own fails on a 0-dim parameter.
+            pass
+
+    with quiet(), environment(device):
+        partition_parameters.shutdown_init_context()
+        try:
+            return PreparedEngine(
+                args=None,
+                model=model,
+                optimizer=optimizer,
+                config=config,
+                config_class=DeepSpeedConfig(config),
+                dist_init_required=False,
+                dont_change_device=True,
+            )
+        finally:
+            partition_parameters.restore_init_context()
+
+
+def check_driven(zero: Any, stage: int, version: str) -> None:
+    """Raise if this version of DeepSpeed lacks what the engine drives.
+
+    Raises:
+        UnsupportedError: names what is missing.
+    """
+    missing = [name for name in _DRIVEN[3 if stage == 3 else 1] if not hasattr(zero, name)]
+    if missing:
+        raise UnsupportedError(
+            f"backend 'deepspeed' doesn't know DeepSpeed {version}: its optimizer for stage {stage} has no "
+            f"{', '.join(missing)}; it is tested with DeepSpeed 0.19.8"
+        )
+
+
+def restore_linear() -> None:
+    """Give ``torch.nn.functional.linear`` back, which stage 3 replaces and leaves replaced."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    original = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if original is not None and torch.nn.functional.linear is zero3_linear_wrap:
+        torch.nn.functional.linear = original

@@ -1,0 +1,169 @@
+"""Stages 1 and 2: every rank holds the weights, and steps with its part of each group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from shardkit.errors import UnsupportedError
+from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._restore import Restore
+from shardkit_deepspeed._sharded import ShardedEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@final
+class PartitionEngine(ShardedEngine):
+    """Over DeepSpeed's optimizer for stages 1 and 2.
+
+    At stage 1 gradients are averaged once a window, at stage 2 in each backward, where each rank keeps its part.
+    """
+
+    def __init__(self, *args: Any, restore: Restore) -> None:
+        super().__init__(*args)
+        self._restore = restore
+        self.stage = 2 if self._zero.partition_gradients else 1
+        self._zero.scaled_global_norm = lambda norm_type=2: self._norm_tensor()
+        if self.stage == 2:
+            self._handles += [
+                value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
+            ]
+        if not self._aliased:
+            self._handles.append(self.model.register_load_state_dict_post_hook(self._refresh))
+
+    def _find_parameters(self) -> None:
+        for group, values in enumerate(self._zero.bit16_groups):
+            self._params += values
+            self._homes += [group] * len(values)
+
+    def _attach(self) -> None:
+        zero = self._zero
+        places = {id(value): index for index, value in enumerate(self._params)}
+        self._aliased = True
+        for group, master in enumerate(zero.single_partition_of_fp32_groups):
+            part = zero.parallel_partitioned_bit16_groups[group][self._rank]
+            if part.dtype == master.dtype and part.device == master.device:
+                # In fp32 DeepSpeed's master is a second copy of the same numbers, which overwrites what the user loads
+                # or writes into the weights. One copy serves both.
+                master.data = part.data
+                if zero.cpu_offload:
+                    zero.param_buffer_of_bit16_for_cpu_offload_groups[group] = part
+            else:
+                self._aliased = False
+            first, size = self._rank * part.numel(), part.numel()
+            fragments = []
+            values, offsets = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
+            for value, offset in zip(values, offsets, strict=True):
+                start, end = max(offset, first), min(offset + value.numel(), first + size)
+                if start < end:
+                    fragments.append(Fragment(places[id(value)], start - offset, start - first, end - start))
+            self._fragments.attach(master, self._fragments.homes[group], fragments)
+        # DeepSpeed's own views of the master would keep the second copy alive.
+        zero._link_all_hp_params()
+
+    def _refresh(self, *_: Any) -> None:
+        self._zero.refresh_fp32_params()
+
+    def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        zero = self._zero
+        if self.stage == 1:
+            loss.backward(gradient)
+            if last:
+                zero.set_gradient_accumulation_boundary(True)
+                zero.setup_buckets()
+                self._average_all()
+        else:
+            zero.set_gradient_accumulation_boundary(last)
+            zero.setup_buckets()
+            self._running = True
+            try:
+                loss.backward(gradient)
+            finally:
+                self._running = False
+            self._order.finish(self._release, self._zeros)
+            zero.overlapping_partition_gradients_reduce_epilogue()
+        self._refuse_thawed()
+
+    def _average_all(self) -> None:
+        for index, value in enumerate(self._params):
+            if value.grad is not None:
+                self._seen[index] = 1
+            else:
+                self._zeros(index)
+            self._release(index)
+        self._zero.overlapping_partition_gradients_reduce_epilogue()
+
+    def _release(self, index: int) -> None:
+        self._zero.reduce_ready_partitions_and_remove_grads(self._params[index], self._homes[index])
+
+    def _arrived_again(self, index: int, name: str) -> None:
+        raise UnsupportedError(
+            f"backend 'deepspeed' at stage 2 averages a gradient as soon as it comes, and that of {name!r} came twice in "
+            "one backward: re-entrant checkpointing of parts that share it. Checkpoint with use_reentrant=False, or use "
+            "deepspeed:stage=1 or ddp"
+        )
+
+    def _local_gradients(self) -> list[Tensor]:
+        """Return this rank's averaged gradients: the pieces of each group's flat partition, in order."""
+        zero = self._zero
+        if zero.cpu_offload:
+            return [master.grad for master in zero.single_partition_of_fp32_groups]
+        return [piece for group in range(len(zero.bit16_groups)) for piece in zero.averaged_gradients[group]]
+
+    def _squared_norm(self) -> Tensor:
+        norms = torch.stack(torch._foreach_norm(self._local_gradients()))
+        return norms.double().square_().sum()
+
+    def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
+        zero = self._zero
+        found = []
+        for group, master in enumerate(zero.single_partition_of_fp32_groups):
+            if zero.cpu_offload:
+                flat = master.grad
+            else:
+                flat = torch.cat([piece.reshape(-1) for piece in zero.averaged_gradients[group]])
+            for fragment in self._fragments.within(master):
+                found.append((fragment, flat.narrow(0, fragment.offset, fragment.count)))
+        return found
+
+    def _drop_gradients(self) -> None:
+        zero = self._zero
+        zero.zero_grad()
+        for value in self.model.parameters():
+            value.grad = None
+        for held in (zero.averaged_gradients, zero.all_grad_tensors):
+            for group in held:
+                held[group] = None
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+        zero._release_ipg_buffers()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero.micro_step_id = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"model": dict(self.model.state_dict()), "optimizer": self._optimizer_state()}
+        if not self._aliased:
+            state["masters"] = [master.detach() for master in self._zero.single_partition_of_fp32_groups]
+        return state
+
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for master, saved in zip(self._zero.single_partition_of_fp32_groups, state.get("masters", ()), strict=False):
+            master.data.copy_(saved)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._drop_gradients()
+        self._library.destroy()
+        trained: list[nn.Parameter] = self._params
+        for value in trained:
+            # Out of DeepSpeed's flat tensors, which can then go.
+            value.data = value.data.clone()
+        self._restore.undo()

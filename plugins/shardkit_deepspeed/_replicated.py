@@ -1,0 +1,143 @@
+"""Stage 0: every rank holds everything; DeepSpeed averages the gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shardkit import Engine, Strategy, Update
+from shardkit.errors import UnsupportedError
+from shardkit.gradients import all_finite
+from shardkit_deepspeed._restore import Restore
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@final
+class ReplicatedEngine(Engine):
+    """The user's module and a twin of the optimizer over DeepSpeed's engine without ZeRO.
+
+    DeepSpeed's step would apply NaN, and decay parameters that got no gradient, so the step is made here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        library: Any,
+        twin: Optimizer,
+        strategy: Strategy,
+        bucket_size: int,
+        restore: Restore,
+    ) -> None:
+        self.model = model
+        self.optimizer: Optimizer = optimizer
+        self._library = library
+        self._twin = twin
+        self._groups = list(zip(twin.param_groups, optimizer.param_groups, strict=True))
+        self._params: list[nn.Parameter] = [value for group in twin.param_groups for value in group["params"]]
+        listed = {id(value) for value in self._params}
+        self._others = [value for value in model.parameters() if id(value) not in listed]
+        self._names = {id(value): name for name, value in model.named_parameters()}
+        self._max_norm = strategy.max_grad_norm
+        self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
+        self._bucket_size = bucket_size
+        self._world_size = dist.get_world_size()
+        self._restore = restore
+
+    def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        loss.backward(gradient)
+        if last and self._world_size > 1:
+            self._average()
+
+    def _average(self) -> None:
+        absent: list[tuple[int, nn.Parameter]] = []
+        gradients: list[Tensor] = []
+        for index, value in enumerate(self._params):
+            if value.grad is None:
+                absent.append((index, value))
+                value.grad = torch.zeros_like(value)
+            elif value.grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"backend 'deepspeed' averages dense gradients only, and that of {self._names[id(value)]!r} is "
+                    "sparse: build the embedding with sparse=False"
+                )
+            gradients.append(value.grad)
+        # It travels with the gradients: which of them are anybody's at all.
+        present = torch.ones(len(self._params), dtype=gradients[0].dtype, device=gradients[0].device)
+        for index, _ in absent:
+            present[index] = 0
+        self._library._reduce_non_expert_gradients([*gradients, present], self._bucket_size)
+        if absent:
+            held = present.tolist()
+            for index, value in absent:
+                if not held[index]:
+                    value.grad = None
+
+    def step(self) -> Update:
+        for own, live in self._groups:
+            parameters = own["params"]
+            own.update(live)
+            own["params"] = parameters
+        trained = [value for value in self._params if value.grad is not None]
+        gradients = [value.grad for value in trained if value.grad is not None]
+        norm = None
+        if self._want_norm:
+            total = get_total_norm(gradients)
+            norm = total.item()
+            applied = norm - norm == 0.0
+            if applied and self._max_norm is not None:
+                clip_grads_with_norm_(trained, self._max_norm, total)
+        else:
+            applied = all_finite(gradients)
+        if applied:
+            for hook in self.optimizer._optimizer_step_pre_hooks.values():  # type: ignore[attr-defined]
+                hook(self.optimizer, (), {})
+            self._twin.step()
+            for hook in self.optimizer._optimizer_step_post_hooks.values():  # type: ignore[attr-defined]
+                hook(self.optimizer, (), {})
+        self._drop_gradients()
+        return Update(applied, norm)
+
+    def _drop_gradients(self) -> None:
+        for value in self._params:
+            value.grad = None
+        for value in self._others:
+            value.grad = None
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return {
+            name: value.grad.detach().cpu().clone()
+            for name, value in self.model.named_parameters()
+            if value.grad is not None
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        state = [dict(self._twin.state.get(value, {})) for value in self._params]
+        return {"model": dict(self.model.state_dict()), "optimizer": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drop_gradients()
+        self.model.load_state_dict(state["model"])
+        self._twin.state.clear()
+        for value, entry in zip(self._params, state["optimizer"], strict=True):
+            if entry:
+                self._twin.state[value] = {
+                    key: _placed(part, key, value) if isinstance(part, torch.Tensor) else part
+                    for key, part in entry.items()
+                }
+
+    def close(self) -> None:
+        self._drop_gradients()
+        self._library.destroy()
+        self._restore.undo()
+
+
+def _placed(part: Tensor, key: str, value: Tensor) -> Tensor:
+    per_element = part.shape == value.shape and key != "step"
+    return part.to(value.device, copy=True) if per_element else part.clone()

@@ -1,0 +1,255 @@
+"""What the engines of stages 1 to 3 share: a window of backward passes, and a step over what a rank holds."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardkit import Engine, Strategy, Update
+from shardkit.errors import CheckpointError, UnsupportedError
+from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
+from shardkit_deepspeed._order import Order
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class ShardedEngine(Engine):
+    """The user's module and optimizer over one of DeepSpeed's ZeRO optimizers.
+
+    DeepSpeed lays out the shards, communicates, clips and calls the optimizer. When a gradient goes to be averaged is
+    decided here and not by DeepSpeed's hooks, which trust that the backward passes of all ranks are alike.
+    """
+
+    stage: int
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, library: Any, fragments: Fragments, strategy: Strategy
+    ) -> None:
+        self.model = model
+        self.optimizer: Optimizer = optimizer
+        self._library = library
+        self._zero = library.optimizer
+        self._fragments = fragments
+        self._groups = list(zip(fragments.twin.param_groups, optimizer.param_groups, strict=True))
+        self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
+        self._world_size = dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._names = {id(value): name for name, value in model.named_parameters()}
+        self._params: list[nn.Parameter] = []
+        self._homes: list[int] = []
+        self._find_parameters()
+        self._device = self._params[0].device
+        trained = {id(value) for value in self._params}
+        listed = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        # Their gradients are nobody's: no optimizer holds these parameters.
+        self._others = [value for value in model.parameters() if id(value) not in listed]
+        self._frozen = [
+            value for value in model.parameters() if id(value) in listed and id(value) not in trained and _elements(value)
+        ]
+        self._seen = bytearray(len(self._params))
+        self._settled: tuple[float, bool] | None = None
+        self._order = Order(len(self._params), self._device)
+        self._running = False
+        for hook in self._zero._grad_acc_hooks:
+            hook.remove()
+        self._zero._grad_acc_hooks.clear()
+        self._handles: list[Any] = []
+        self._attach()
+        self._carry_state()
+
+    # What differs among the stages.
+
+    @abstractmethod
+    def _find_parameters(self) -> None:
+        """Fill ``_params`` with those that DeepSpeed trains, and ``_homes`` with the number of the group of each."""
+
+    @abstractmethod
+    def _attach(self) -> None:
+        """Tell ``_fragments`` what of each parameter lies where in DeepSpeed's flat tensors."""
+
+    @abstractmethod
+    def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
+        """Return the averaged gradient of each of this rank's fragments, between the last backward and step."""
+
+    @abstractmethod
+    def _squared_norm(self) -> Tensor:
+        """Return the sum of squares of the averaged gradients that this rank holds."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Forget the gradients of a window in progress."""
+
+    # The window.
+
+    def _hook(self, index: int) -> Callable[[Any], None]:
+        name = self._names[id(self._params[index])]
+
+        def arrived(_: Any) -> None:
+            if not self._running:
+                return
+            self._seen[index] = 1
+            if not self._order.arrive(index, self._release):
+                self._arrived_again(index, name)
+
+        return arrived
+
+    def _release(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _arrived_again(self, index: int, name: str) -> None:
+        raise NotImplementedError
+
+    def _zeros(self, index: int) -> None:
+        """Give a parameter that has no gradient one of zeros, to average with the other ranks'."""
+        value = self._params[index]
+        value.grad = torch.zeros_like(value)
+
+    def _refuse_thawed(self) -> None:
+        for value in self._frozen:
+            if value.grad is not None:
+                value.grad = None
+                raise UnsupportedError(
+                    f"backend 'deepspeed' at stage {self.stage} can't train {self._names[id(value)]!r}: it was frozen "
+                    "when the session was prepared, so that no rank holds a shard for it. Freeze it after prepare, or "
+                    "close the session and prepare again, or use deepspeed:stage=0 or ddp"
+                )
+
+    # The step.
+
+    def _settle(self) -> float:
+        """Return the global norm of the averaged gradient, and learn which parameters have none. Collective, once."""
+        if self._settled is not None:
+            return self._settled[0]
+        some_absent = 0 in self._seen
+        squared = self._squared_norm()
+        if self._world_size == 1:
+            total, absent = squared.item(), some_absent
+        else:
+            # One collective for both: that a parameter is missing anywhere is rare.
+            told = torch.zeros(2, dtype=torch.float64, device=self._device)
+            told[0] = squared
+            told[1] = some_absent
+            dist.all_reduce(told)
+            total, count = told.tolist()
+            absent = count > 0
+        missing: frozenset[int] = frozenset()
+        if absent:
+            seen = torch.frombuffer(self._seen, dtype=torch.uint8).to(self._device, copy=True)
+            if self._world_size > 1:
+                dist.all_reduce(seen, dist.ReduceOp.MAX)
+            missing = frozenset(index for index, flag in enumerate(seen.tolist()) if not flag)
+        self._fragments.absent = missing
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        self._settled = (norm, True)
+        return norm
+
+    def _norm_tensor(self) -> Tensor:
+        return torch.tensor(self._settle(), dtype=torch.float32, device=self._zero.device)
+
+    def step(self) -> Update:
+        for own, live in self._groups:
+            parameters = own["params"]
+            own.update(live)
+            own["params"] = parameters
+        norm = self._settle()
+        before = self.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        after = self.optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+        for hook in before.values():
+            hook(self.optimizer, (), {})
+        self._zero.step()
+        for hook in after.values():
+            hook(self.optimizer, (), {})
+        applied = not self._zero.overflow
+        self._settled = None
+        self._seen = bytearray(len(self._params))
+        for value in self._others:
+            value.grad = None
+        return Update(applied, norm if self._want_norm else None)
+
+    # What is whole.
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        self._settle()
+        whole: dict[str, Tensor] = {}
+        pieces: dict[int, list[tuple[Fragment, Tensor]]] = {}
+        for fragment, gradient in self._gradient_pieces():
+            pieces.setdefault(fragment.index, []).append((fragment, gradient))
+        for index, value in enumerate(self._params):
+            if index in self._fragments.absent:
+                continue
+            shape = _shape(value)
+            flat = torch.zeros(math.prod(shape), dtype=value.dtype, device=self._device)
+            for fragment, gradient in pieces.get(index, ()):
+                flat.narrow(0, fragment.start, fragment.count).copy_(gradient)
+            if self._world_size > 1:
+                # Zeros from those who hold no part: the sum is exact.
+                dist.all_reduce(flat)
+            whole[self._names[id(value)]] = flat.view(shape).cpu()
+        # In the module's order, as every backend gives them.
+        return {name: whole[name] for name in self._names.values() if name in whole}
+
+    # State.
+
+    def _carry_state(self) -> None:
+        """Take over the state that the user's optimizer holds already: Adagrad's, or that of earlier training."""
+        twin = self._fragments.twin
+        for fragment, view in self._fragments.fragments():
+            value = self._params[fragment.index]
+            entry = self.optimizer.state.get(value)
+            if entry:
+                twin.state[view] = carried_state(entry, _shape(value), fragment, self._names[id(value)])
+        # One copy of it is enough; the session's optimizer no longer steps.
+        self.optimizer.state.clear()
+
+    def _optimizer_state(self) -> list[dict[str, Any]]:
+        return [dict(self._fragments.twin.state.get(view, {})) for _, view in self._fragments.fragments()]
+
+    def _load_optimizer_state(self, saved: list[dict[str, Any]]) -> None:
+        held = self._fragments.fragments()
+        if len(saved) != len(held):
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state for {len(saved)} pieces on rank {self._rank}, the session has "
+                f"{len(held)}: it is of another model or world size"
+            )
+        twin = self._fragments.twin
+        twin.state.clear()
+        for (_, view), entry in zip(held, saved, strict=True):
+            if entry:
+                twin.state[view] = {
+                    key: value.to(view.device, copy=True)
+                    if isinstance(value, torch.Tensor) and value.shape == view.shape
+                    else value.clone()
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in entry.items()
+                }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._drop_gradients()
+        self._order.restart()
+        self._settled = None
+        self._seen = bytearray(len(self._params))
+        self._load_weights(state)
+        self._load_optimizer_state(state["optimizer"])
+
+    @abstractmethod
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        """Take back the weights and buffers of a state."""
+
+
+def _shape(value: Tensor) -> torch.Size:
+    """Return a parameter's own shape, also while stage 3 has it sharded."""
+    shape = getattr(value, "ds_shape", value.shape)
+    return torch.Size(shape)
+
+
+def _elements(value: Tensor) -> int:
+    return math.prod(_shape(value))
+

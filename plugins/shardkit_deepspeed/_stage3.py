@@ -1,0 +1,239 @@
+"""Stage 3: every rank holds a shard of each parameter; modules gather theirs while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._library import restore_linear
+from shardkit_deepspeed._restore import Restore
+from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_open = 0
+
+
+@final
+class Stage3Engine(ShardedEngine):
+    """Over DeepSpeed's optimizer for stage 3, which hooks into the user's own module."""
+
+    stage = 3
+
+    def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
+        global _open
+        super().__init__(*args)
+        _open += 1
+        self._restore = restore
+        self._gather = deepspeed.zero.GatheredParameters
+        self._micro = 0
+        self._again: set[int] = set()
+        for value in scalars:
+            # DeepSpeed can't send a 0-dim tensor, and was given one of one element in its place.
+            value.ds_shape = torch.Size([])
+        self._zero._get_norm_groups = lambda: [self._norm_tensor()]
+        self._handles += [
+            value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
+        ]
+        self._plain_generate = None
+        if callable(getattr(self.model, "generate", None)):
+            self._wrap_generate()
+
+    def _find_parameters(self) -> None:
+        for group, values in enumerate(self._zero.fp16_groups):
+            self._params += values
+            self._homes += [group] * len(values)
+
+    def _attach(self) -> None:
+        zero = self._zero
+        index = 0
+        self._aliased = True
+        for group, master in enumerate(zero.fp32_partitioned_groups_flat):
+            part = zero.fp16_partitioned_groups_flat[group]
+            if part.dtype == master.dtype and part.device == master.device:
+                master.data = part.data
+            else:
+                self._aliased = False
+            fragments, offset = [], 0
+            for value in zero.fp16_groups[group]:
+                size = value.partition_numel()
+                start = self._rank * size
+                count = min(size, _elements(value) - start)
+                if count > 0:
+                    fragments.append(Fragment(index, start, offset, count))
+                offset += size
+                index += 1
+            self._fragments.attach(master, self._fragments.homes[zero.sub_group_to_group_id[group]], fragments)
+
+    def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        zero = self._zero
+        zero.set_gradient_accumulation_boundary(last)
+        # The first pass of a window overwrites what the shards of the gradients hold, the others add.
+        zero.micro_step_id = self._micro
+        self._running = True
+        try:
+            loss.backward(gradient)
+        finally:
+            self._running = False
+        self._order.finish(self._release, self._zeros)
+        zero.overlapping_partition_gradients_reduce_epilogue()
+        zero.backward_epilogue()
+        self._micro = 0 if last else self._micro + 1
+        self._refuse_thawed()
+        for value in self._others:
+            value.grad = None
+
+    def _release(self, index: int) -> None:
+        self._zero.reduce_independent_p_g_buckets_and_remove_grads(self._params[index])
+
+    def _zeros(self, index: int) -> None:
+        value = self._params[index]
+        # torch wants a gradient of the size that the parameter has at this moment, DeepSpeed one of its whole size.
+        value.grad = torch.zeros_like(value)
+        if value.grad.shape != value.ds_shape:
+            value.grad.data = torch.zeros(value.ds_shape, dtype=value.dtype, device=value.device)
+
+    def _arrived_again(self, index: int, name: str) -> None:
+        self._again.add(index)
+
+    def _squared_norm(self) -> Tensor:
+        zero = self._zero
+        held = [zero.grad_partitions_flat_buffer]
+        if zero.offload_optimizer:
+            held = [master.grad for master in zero.fp32_partitioned_groups_flat]
+        return torch.stack(torch._foreach_norm(held)).double().square_().sum()
+
+    def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
+        zero = self._zero
+        found, at = [], 0
+        for master in zero.fp32_partitioned_groups_flat:
+            size = master.numel()
+            flat = master.grad if zero.offload_optimizer else zero.grad_partitions_flat_buffer.narrow(0, at, size)
+            at += size
+            for fragment in self._fragments.within(master):
+                found.append((fragment, flat.narrow(0, fragment.offset, fragment.count)))
+        return found
+
+    def _drop_gradients(self) -> None:
+        zero = self._zero
+        for value in self.model.parameters():
+            value.grad = None
+        zero.zero_grad()
+        zero.averaged_gradients = {}
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        self._again.clear()
+        self._micro = 0
+
+    # What is whole.
+
+    def full_weights(self) -> dict[str, Tensor]:
+        whole: dict[int, Tensor] = {}
+        weights = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in whole:
+                # One parameter at a time: the extra memory is the copy that was asked for.
+                with self._gathered([value]):
+                    whole[id(value)] = value.detach().cpu().clone()
+            weights[name] = whole[id(value)]
+        return weights
+
+    @contextmanager
+    def _gathered(self, values: list[Any]) -> Iterator[None]:
+        sharded = [value for value in values if hasattr(value, "ds_status")]
+        if not sharded:
+            yield
+            return
+        with self._gather(sharded):
+            yield
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        coordinator = self._zero.parameter_offload.get_param_coordinator()
+        if "fetch_sub_module" in vars(coordinator):
+            # Within another such context.
+            yield
+            return
+        self._zero.parameter_offload.partition_all_parameters()
+        with self._gathered(list(self.model.parameters())):
+            for name in ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step"):
+                setattr(coordinator, name, _nothing)
+            try:
+                yield
+            finally:
+                for name in ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step"):
+                    delattr(coordinator, name)
+
+    def _wrap_generate(self) -> None:
+        plain = self.model.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            with self.gathered():
+                return plain(*args, **kwargs)
+
+        # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
+        self.model.__dict__["generate"] = generate
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        zero = self._zero
+        trained = {id(value) for value in self._params}
+        others = {name: value for name, value in self.model.named_parameters() if id(value) not in trained}
+        return {
+            "shards": [master.detach() for master in zero.fp32_partitioned_groups_flat],
+            "others": {name: getattr(value, "ds_tensor", value).detach() for name, value in others.items()},
+            "buffers": dict(self.model.named_buffers()),
+            "optimizer": self._optimizer_state(),
+        }
+
+    @torch.no_grad()
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        zero = self._zero
+        zero.parameter_offload.partition_all_parameters()
+        for group, (master, saved) in enumerate(zip(zero.fp32_partitioned_groups_flat, state["shards"], strict=True)):
+            master.data.copy_(saved)
+            if not self._aliased:
+                zero.fp16_partitioned_groups_flat[group].copy_(saved)
+        values = dict(self.model.named_parameters())
+        for name, saved in state["others"].items():
+            getattr(values[name], "ds_tensor", values[name]).data.copy_(saved)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+    def close(self) -> None:
+        global _open
+        for handle in self._handles:
+            handle.remove()
+        self._drop_gradients()
+        self.model.__dict__.pop("generate", None)
+        self._zero.parameter_offload.partition_all_parameters()
+        values = list(self.model.parameters())
+        for value in values:
+            value.all_gather()
+            whole = value.data.view(_shape(value)).clone()
+            value.partition()
+            value.ds_tensor = None
+            value.data = whole
+        self._library.destroy()
+        _forget(self.model)
+        self._restore.undo()
+        _open -= 1
+        if not _open:
+            restore_linear()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for what gathers and shards while the module is whole."""
+
+
+def _forget(model: nn.Module) -> None:
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [part for part in stack if part is not model]
