@@ -116,6 +116,10 @@ def _join(deepspeed: Any) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if comm.cdb is None:
         comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+    # DeepSpeed calls both by names that torch warns about at each call.
+    for old, new in (("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single")):
+        if hasattr(dist, new):
+            setattr(comm.cdb, old, getattr(dist, new))
 
 
 def build_engine(
