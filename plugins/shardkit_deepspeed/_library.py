@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import warnings
@@ -175,3 +176,45 @@ def restore_linear() -> None:
     original = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if original is not None and torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = original
+
+
+def patch_order_check() -> None:
+    """Replace DeepSpeed's check that ranks ran the same modules: its own needs a launcher's variables for ever."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    global _order_check
+    _order_check = coordinator.assert_ints_same_as_other_ranks
+    coordinator.assert_ints_same_as_other_ranks = check_same_order
+
+
+def unpatch_order_check() -> None:
+    """Give DeepSpeed its own check back."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    coordinator.assert_ints_same_as_other_ranks = _order_check
+
+
+_order_check: Any = None
+
+
+def check_same_order(ids: list[int]) -> None:
+    """Raise unless all ranks ran the same modules in the same order. Collective.
+
+    Raises:
+        UnsupportedError: on every rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    from deepspeed.accelerator import get_accelerator
+
+    digest = hashlib.sha256(repr(ids).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(get_accelerator().current_device_name())
+    low, high = own.clone(), own
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    if not torch.equal(low, high):
+        raise UnsupportedError(
+            "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must call the same modules "
+            "in the same order, and these ranks did not: evaluate within session.evaluate(), or use deepspeed:stage=2 "
+            "or ddp, where ranks may differ"
+        )

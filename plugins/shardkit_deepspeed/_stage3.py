@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from shardkit_deepspeed._fragments import Fragment
-from shardkit_deepspeed._library import restore_linear
+from shardkit_deepspeed._library import patch_order_check, unpatch_order_check, restore_linear
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
 
@@ -28,6 +28,8 @@ class Stage3Engine(ShardedEngine):
     def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
         global _open
         super().__init__(*args)
+        if not _open:
+            patch_order_check()
         _open += 1
         self._restore = restore
         self._gather = deepspeed.zero.GatheredParameters
@@ -226,6 +228,7 @@ class Stage3Engine(ShardedEngine):
         _open -= 1
         if not _open:
             restore_linear()
+            unpatch_order_check()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
