@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from shardkit_deepspeed._options import DeepSpeedOptions
 
 
-def build(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: DeepSpeedOptions) -> Engine | None:
+def build(
+    model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: DeepSpeedOptions
+) -> Engine | None:
     """Return the engine; None where neither the user nor a file brings an optimizer. Collective."""
     device = next(model.parameters()).device
     plan = make_plan(
@@ -132,11 +134,16 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
                 f"backend 'deepspeed' at stage {stage} trains {' and '.join(str(kind) for kind in good)} in precision "
                 f"fp32, and parameter {names[id(value)]!r} is {value.dtype}: use ddp"
             )
+        if stage == 3 and value.numel() == 0:
+            raise UnsupportedError(
+                f"backend 'deepspeed' at stage 3 can't gather parameter {names[id(value)]!r}, which has no elements: "
+                "make it a buffer, or use deepspeed:stage=2 or ddp"
+            )
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise UnsupportedError(
-                f"backend 'deepspeed' averages dense gradients only, and those of {name + '.weight'!r} are sparse: build "
-                "it with sparse=False, or use ddp"
+                f"backend 'deepspeed' averages dense gradients only, and those of {name + '.weight'!r} are sparse: "
+                "build it with sparse=False, or use ddp"
             )
 
 

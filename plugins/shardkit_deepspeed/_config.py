@@ -186,7 +186,7 @@ def _numerics(config: Mapping[str, Any]) -> Iterable[str]:
     for key, allowed in must.items():
         value = said(config.get(key))
         if value is not None and value not in allowed:
-            yield f"{key}: {value!r} makes a step something else than the mean gradient's in fp32; {allowed[0]!r} doesn't"
+            yield f"{key}: {value!r} changes what a step computes from plain torch's; write {allowed[0]!r}"
     types = config.get("data_types") or {}
     for name, value in types.items() if isinstance(types, dict) else ():
         if said(value) not in (None, "fp32") and name != "keep_in_fp32_modules":
@@ -214,14 +214,14 @@ def _contradictions(
     steps = said(config.get("gradient_accumulation_steps"))
     if steps is not None and steps != strategy.accumulate:
         yield (
-            f"gradient_accumulation_steps: {steps!r}, but the strategy says accumulate={strategy.accumulate}: the session "
-            "counts the window, so write accumulate in the strategy, and 'auto' in the file"
+            f"gradient_accumulation_steps: {steps!r}, but the strategy says accumulate={strategy.accumulate}: the "
+            "session counts the window, so write accumulate in the strategy, and 'auto' in the file"
         )
     clip = said(config.get("gradient_clipping"))
     if clip is not None and (clip or None) != strategy.max_grad_norm:
         yield (
-            f"gradient_clipping: {clip!r}, but the strategy says max_grad_norm={strategy.max_grad_norm}: write it in the "
-            "strategy, and 'auto' in the file"
+            f"gradient_clipping: {clip!r}, but the strategy says max_grad_norm={strategy.max_grad_norm}: write it in "
+            "the strategy, and 'auto' in the file"
         )
     yield from _batches(config, strategy.accumulate, world_size)
 

@@ -88,7 +88,9 @@ def _meaning(section: Mapping[str, Any], source: str) -> tuple[type[Optimizer], 
     if values.pop("torch_adam", False):
         defaults = {}
     if values.pop("bias_correction", True) is not True:
-        raise StrategyError(f"{where}: optimizer.params.bias_correction: torch's {kind.__name__} always corrects the bias")
+        raise StrategyError(
+            f"{where}: optimizer.params.bias_correction: torch's {kind.__name__} always corrects the bias"
+        )
     known = [key for key in inspect.signature(kind).parameters if key != "params"]
     for key in values:
         if key not in known:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Fragment(NamedTuple):
-    """A run of a parameter's elements: ``count`` from ``start``, at ``offset`` in a flat tensor."""
+    """A run of elements of parameter number ``at``: ``size`` from ``start``, at ``offset`` in a flat tensor."""
 
-    index: int
+    at: int
     start: int
     offset: int
-    count: int
+    size: int
 
 
 def clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -87,7 +87,7 @@ class Fragments(Optimizer):
         cut = _Flat(self.twin.param_groups[group], list(fragments))
         for fragment in fragments:
             # A leaf, as optimizers want it, that shares the flat tensor's memory.
-            view = flat.detach().narrow(0, fragment.offset, fragment.count).requires_grad_()
+            view = flat.detach().narrow(0, fragment.offset, fragment.size).requires_grad_()
             cut.views.append(view)
             cut.group["params"].append(view)
         self._flats[id(flat)] = cut
@@ -113,8 +113,8 @@ class Fragments(Optimizer):
         assert gradient is not None
         moved = []
         for fragment, view in zip(cut.fragments, cut.views, strict=True):
-            if fragment.index not in self.absent:
-                view.grad = gradient.narrow(0, fragment.offset, fragment.count)
+            if fragment.at not in self.absent:
+                view.grad = gradient.narrow(0, fragment.offset, fragment.size)
                 moved.append(view)
         if not moved:
             return
@@ -129,9 +129,7 @@ class Fragments(Optimizer):
                 view.grad = None
 
 
-def carried_state(
-    state: dict[str, Any], shape: torch.Size, fragment: Fragment, name: str
-) -> dict[str, Any]:
+def carried_state(state: dict[str, Any], shape: torch.Size, fragment: Fragment, name: str) -> dict[str, Any]:
     """Return a fragment's part of the state that an optimizer holds of the whole parameter.
 
     Raises:
@@ -142,7 +140,7 @@ def carried_state(
         if not isinstance(value, torch.Tensor):
             part[key] = copy.deepcopy(value)
         elif value.shape == shape and key != "step":
-            part[key] = value.detach().reshape(-1).narrow(0, fragment.start, fragment.count).clone()
+            part[key] = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size).clone()
         elif value.numel() == 1:
             part[key] = value.detach().clone()
         else:

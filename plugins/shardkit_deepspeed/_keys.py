@@ -118,7 +118,7 @@ ZERO_PASSED = frozenset(
 )
 
 # Values that leave the feature off, or as it must be; any other is refused.
-ZERO_FIXED = {
+ZERO_FIXED: dict[str, tuple[object, ...]] = {
     "allgather_sequential": (False,),
     "compute_grad_norm": (True,),
     "cpu_offload": (None, False),
@@ -156,7 +156,7 @@ ZERO = frozenset(
 
 # Within offload_optimizer and offload_param.
 OFFLOAD_PASSED = frozenset({"device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path"})
-OFFLOAD_FIXED = {
+OFFLOAD_FIXED: dict[str, tuple[object, ...]] = {
     "cpuadam_cores_perc": (0.8,),
     "fast_init": (False,),
     "pipeline": (False,),

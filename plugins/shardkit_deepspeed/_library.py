@@ -112,20 +112,37 @@ def _join(deepspeed: Any) -> None:
         comm.cdb = None
         groups._release_process_group_references()
     _seen_group = weakref.ref(current)
-    # Joining the group makes DeepSpeed compile its shared-memory op, which waits silently and for ever on the lock of a
-    # compiler that was killed, and fails without ninja. Nothing here uses the op: torch's own collectives do the work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if comm.cdb is None:
-        comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
+        with _no_compiler(deepspeed.ops):
+            comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
     # DeepSpeed calls both by names that torch warns about at each call.
-    for old, new in (("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single")):
+    for old, new in (
+        ("all_gather_function", "all_gather_single"),
+        ("reduce_scatter_function", "reduce_scatter_single"),
+    ):
         if hasattr(dist, new):
             setattr(comm.cdb, old, getattr(dist, new))
 
 
-def build_engine(
-    deepspeed: Any, model: nn.Module, optimizer: Any, config: dict[str, Any], device: torch.device
-) -> Any:
+@contextmanager
+def _no_compiler(ops: Any) -> Iterator[None]:
+    """Keep DeepSpeed from compiling its shared-memory collectives when it joins the process group.
+
+    It would wait silently and for ever on the lock of a compiler that was killed, and fail without ninja. Torch's own
+    collectives do the work. Only to ask which ops could be compiled, DeepSpeed runs the compiler as well.
+    """
+    known = vars(ops).get("__compatible_ops__")
+    vars(ops)["__compatible_ops__"] = {**(known or {}), "deepspeed_shm_comm": False}
+    try:
+        yield
+    finally:
+        if known is None:
+            del vars(ops)["__compatible_ops__"]
+        else:
+            vars(ops)["__compatible_ops__"] = known
+
+
+def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, config: dict[str, Any], device: torch.device) -> Any:
     """Return DeepSpeed's engine over the module. Collective."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -214,7 +231,7 @@ def check_same_order(ids: list[int]) -> None:
     dist.all_reduce(high, dist.ReduceOp.MAX)
     if not torch.equal(low, high):
         raise UnsupportedError(
-            "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must call the same modules "
-            "in the same order, and these ranks did not: evaluate within session.evaluate(), or use deepspeed:stage=2 "
+            "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must call the same "
+            "modules in the same order, and these ranks did not: evaluate within session.evaluate(), or use deepspeed:stage=2 "
             "or ddp, where ranks may differ"
         )

@@ -26,7 +26,8 @@ class DeepSpeedOptions:
         None, "how much gradient is averaged at a time; None means a size fit for the model", unit="elements"
     )
     allgather_bucket_size: int | None = option(
-        None, "how many updated weights are gathered at a time, at stages 1 and 2; None means fit for the model",
+        None,
+        "how many updated weights are gathered at a time, at stages 1 and 2; None means fit for the model",
         unit="elements",
     )
     overlap_comm: bool | None = option(
@@ -45,10 +46,12 @@ class DeepSpeedOptions:
         None, "how many gathered parameters may be held at a time, at stage 3; None means 0", unit="elements"
     )
     max_reuse_distance: int | None = option(
-        None, "keep a parameter gathered if it is used again within this many, at stage 3; None means 0",
+        None,
+        "keep a parameter gathered if it is used again within this many, at stage 3; None means 0",
         unit="elements",
     )
     sub_group_size: int | None = option(
-        None, "how many parameters the optimizer updates at a time, at stage 3; None means a size fit for the model",
+        None,
+        "how many parameters the optimizer updates at a time, at stage 3; None means a size fit for the model",
         unit="elements",
     )

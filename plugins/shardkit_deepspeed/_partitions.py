@@ -101,9 +101,9 @@ class PartitionEngine(ShardedEngine):
 
     def _arrived_again(self, index: int, name: str) -> None:
         raise UnsupportedError(
-            f"backend 'deepspeed' at stage 2 averages a gradient as soon as it comes, and that of {name!r} came twice in "
-            "one backward: re-entrant checkpointing of parts that share it. Checkpoint with use_reentrant=False, or use "
-            "deepspeed:stage=1 or ddp"
+            f"backend 'deepspeed' at stage 2 averages a gradient as soon as it comes, and that of {name!r} came twice "
+            "in one backward: re-entrant checkpointing of parts that share it. Checkpoint with use_reentrant=False, or "
+            "use deepspeed:stage=1 or ddp"
         )
 
     def _local_gradients(self) -> list[Tensor]:
@@ -126,7 +126,7 @@ class PartitionEngine(ShardedEngine):
             else:
                 flat = torch.cat([piece.reshape(-1) for piece in zero.averaged_gradients[group]])
             for fragment in self._fragments.within(master):
-                found.append((fragment, flat.narrow(0, fragment.offset, fragment.count)))
+                found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
 
     def _drop_gradients(self) -> None:

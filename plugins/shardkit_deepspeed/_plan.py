@@ -82,8 +82,8 @@ def _zero(
     parameters = merged(file, options, "offload_parameters", "none")
     if optimizer != "none" and stage == 0:
         raise StrategyError(
-            f"option offload_optimizer={optimizer!r} of backend 'deepspeed' has no effect at stage 0, and DeepSpeed would "
-            "not say so: ask for stage 1, 2 or 3"
+            f"option offload_optimizer={optimizer!r} of backend 'deepspeed' has no effect at stage 0, and DeepSpeed "
+            "would not say so: ask for stage 1, 2 or 3"
         )
     if parameters != "none" and stage < 3:
         raise StrategyError(

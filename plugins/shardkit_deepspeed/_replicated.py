@@ -96,10 +96,10 @@ class ReplicatedEngine(Engine):
         else:
             applied = all_finite(gradients)
         if applied:
-            for hook in self.optimizer._optimizer_step_pre_hooks.values():  # type: ignore[attr-defined]
+            for hook in self.optimizer._optimizer_step_pre_hooks.values():
                 hook(self.optimizer, (), {})
             self._twin.step()
-            for hook in self.optimizer._optimizer_step_post_hooks.values():  # type: ignore[attr-defined]
+            for hook in self.optimizer._optimizer_step_post_hooks.values():
                 hook(self.optimizer, (), {})
         self._drop_gradients()
         return Update(applied, norm)

@@ -51,7 +51,9 @@ class ShardedEngine(Engine):
         # Their gradients are nobody's: no optimizer holds these parameters.
         self._others = [value for value in model.parameters() if id(value) not in listed]
         self._frozen = [
-            value for value in model.parameters() if id(value) in listed and id(value) not in trained and _elements(value)
+            value
+            for value in model.parameters()
+            if id(value) in listed and id(value) not in trained and _elements(value)
         ]
         self._seen = bytearray(len(self._params))
         self._settled: tuple[float, bool] | None = None
@@ -159,8 +161,8 @@ class ShardedEngine(Engine):
             own.update(live)
             own["params"] = parameters
         norm = self._settle()
-        before = self.optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-        after = self.optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+        before = self.optimizer._optimizer_step_pre_hooks
+        after = self.optimizer._optimizer_step_post_hooks
         for hook in before.values():
             hook(self.optimizer, (), {})
         self._zero.step()
@@ -180,14 +182,14 @@ class ShardedEngine(Engine):
         whole: dict[str, Tensor] = {}
         pieces: dict[int, list[tuple[Fragment, Tensor]]] = {}
         for fragment, gradient in self._gradient_pieces():
-            pieces.setdefault(fragment.index, []).append((fragment, gradient))
+            pieces.setdefault(fragment.at, []).append((fragment, gradient))
         for index, value in enumerate(self._params):
             if index in self._fragments.absent:
                 continue
             shape = _shape(value)
             flat = torch.zeros(math.prod(shape), dtype=value.dtype, device=self._device)
             for fragment, gradient in pieces.get(index, ()):
-                flat.narrow(0, fragment.start, fragment.count).copy_(gradient)
+                flat.narrow(0, fragment.start, fragment.size).copy_(gradient)
             if self._world_size > 1:
                 # Zeros from those who hold no part: the sum is exact.
                 dist.all_reduce(flat)
@@ -201,7 +203,7 @@ class ShardedEngine(Engine):
         """Take over the state that the user's optimizer holds already: Adagrad's, or that of earlier training."""
         twin = self._fragments.twin
         for fragment, view in self._fragments.fragments():
-            value = self._params[fragment.index]
+            value = self._params[fragment.at]
             entry = self.optimizer.state.get(value)
             if entry:
                 twin.state[view] = carried_state(entry, _shape(value), fragment, self._names[id(value)])
@@ -252,4 +254,3 @@ def _shape(value: Tensor) -> torch.Size:
 
 def _elements(value: Tensor) -> int:
     return math.prod(_shape(value))
-

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from shardkit_deepspeed._fragments import Fragment
-from shardkit_deepspeed._library import patch_order_check, unpatch_order_check, restore_linear
+from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
 
@@ -37,14 +38,16 @@ class Stage3Engine(ShardedEngine):
         self._again: set[int] = set()
         for value in scalars:
             # DeepSpeed can't send a 0-dim tensor, and was given one of one element in its place.
-            value.ds_shape = torch.Size([])
+            value.ds_shape = torch.Size([])  # type: ignore[attr-defined]
         self._zero._get_norm_groups = lambda: [self._norm_tensor()]
         self._handles += [
             value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
         ]
-        self._plain_generate = None
-        if callable(getattr(self.model, "generate", None)):
-            self._wrap_generate()
+        self._wrapped: list[str] = []
+        # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
+        self._wrap("generate", self.gathered)
+        # A sharded parameter has no place for a whole one.
+        self._wrap("load_state_dict", self._writable)
 
     def _find_parameters(self) -> None:
         for group, values in enumerate(self._zero.fp16_groups):
@@ -97,8 +100,8 @@ class Stage3Engine(ShardedEngine):
         value = self._params[index]
         # torch wants a gradient of the size that the parameter has at this moment, DeepSpeed one of its whole size.
         value.grad = torch.zeros_like(value)
-        if value.grad.shape != value.ds_shape:
-            value.grad.data = torch.zeros(value.ds_shape, dtype=value.dtype, device=value.device)
+        if value.grad.shape != _shape(value):
+            value.grad.data = torch.zeros(_shape(value), dtype=value.dtype, device=value.device)
 
     def _arrived_again(self, index: int, name: str) -> None:
         self._again.add(index)
@@ -118,7 +121,7 @@ class Stage3Engine(ShardedEngine):
             flat = master.grad if zero.offload_optimizer else zero.grad_partitions_flat_buffer.narrow(0, at, size)
             at += size
             for fragment in self._fragments.within(master):
-                found.append((fragment, flat.narrow(0, fragment.offset, fragment.count)))
+                found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
 
     def _drop_gradients(self) -> None:
@@ -128,7 +131,7 @@ class Stage3Engine(ShardedEngine):
         zero.zero_grad()
         zero.averaged_gradients = {}
         for bucket in zero.ipg_buckets.values():
-            bucket.clear()
+            bucket.clear_params()
         self._again.clear()
         self._micro = 0
 
@@ -171,15 +174,27 @@ class Stage3Engine(ShardedEngine):
                 for name in ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step"):
                     delattr(coordinator, name)
 
-    def _wrap_generate(self) -> None:
-        plain = self.model.generate
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        # Rank 0's values are those that stay.
+        with self._gather(list(self.model.parameters()), modifier_rank=0):
+            yield
+        if not self._aliased:
+            self._zero.refresh_fp32_params()
 
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            with self.gathered():
+    def _wrap(self, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have a method of the user's module run with whole weights."""
+        plain = getattr(self.model, name, None)
+        if not callable(plain):
+            return
+
+        @functools.wraps(plain)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            with context():
                 return plain(*args, **kwargs)
 
-        # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
-        self.model.__dict__["generate"] = generate
+        self.model.__dict__[name] = whole
+        self._wrapped.append(name)
 
     # State.
 
@@ -213,9 +228,12 @@ class Stage3Engine(ShardedEngine):
         for handle in self._handles:
             handle.remove()
         self._drop_gradients()
-        self.model.__dict__.pop("generate", None)
+        for name in self._wrapped:
+            del self.model.__dict__[name]
+        self._library.module_forward_pre_hook.remove()
+        self._library.module_forward_post_hook.remove()
         self._zero.parameter_offload.partition_all_parameters()
-        values = list(self.model.parameters())
+        values: list[Any] = list(self.model.parameters())
         for value in values:
             value.all_gather()
             whole = value.data.view(_shape(value)).clone()
