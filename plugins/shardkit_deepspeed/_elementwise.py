@@ -51,7 +51,8 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
         if not torch.allclose(whole[0], pieces[0], rtol=1e-5, atol=1e-7, equal_nan=True):
             raise UnsupportedError(
                 f"backend 'deepspeed' at stage {stage} steps with pieces of parameters, and {name} gives something "
-                f"else on a piece than on the whole tensor (it isn't element-wise, or it draws random numbers); {elsewhere}"
+                f"else on a piece than on the whole tensor (it isn't element-wise, or it draws random "
+                f"numbers); {elsewhere}"
             )
 
 

@@ -232,6 +232,6 @@ def check_same_order(ids: list[int]) -> None:
     if not torch.equal(low, high):
         raise UnsupportedError(
             "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must call the same "
-            "modules in the same order, and these ranks did not: evaluate within session.evaluate(), or use deepspeed:stage=2 "
-            "or ddp, where ranks may differ"
+            "modules in the same order, and these ranks did not: evaluate within session.evaluate(), or use "
+            "deepspeed:stage=2 or ddp, where ranks may differ"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._restore import Restore
@@ -94,6 +95,15 @@ class Stage3Engine(ShardedEngine):
             value.grad = None
 
     def _release(self, index: int) -> None:
+        value: Any = self._params[index]
+        if value.grad.numel() != value.ds_numel:
+            name = self._names[id(value)]
+            value.grad = None
+            raise UnsupportedError(
+                f"backend 'deepspeed' at stage 3 shards {name!r} while its module doesn't run, so that it is empty "
+                "there, and the loss was computed from it outside of its module's forward: compute this within the module, or "
+                "use deepspeed:stage=2 or ddp"
+            )
         self._zero.reduce_independent_p_g_buckets_and_remove_grads(self._params[index])
 
     def _zeros(self, index: int) -> None:
