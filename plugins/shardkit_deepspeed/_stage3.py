@@ -101,8 +101,8 @@ class Stage3Engine(ShardedEngine):
             value.grad = None
             raise UnsupportedError(
                 f"backend 'deepspeed' at stage 3 shards {name!r} while its module doesn't run, so that it is empty "
-                "there, and the loss was computed from it outside of its module's forward: compute this within the module, or "
-                "use deepspeed:stage=2 or ddp"
+                "there, and the loss was computed from it outside of its module's forward: compute this within the "
+                "module, or use deepspeed:stage=2 or ddp"
             )
         self._zero.reduce_independent_p_g_buckets_and_remove_grads(self._params[index])
 
