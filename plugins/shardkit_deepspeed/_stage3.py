@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -12,6 +13,7 @@ import torch
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
+from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _open = 0
+_numbers = itertools.count()
+# What DeepSpeed does as modules run, other than to fetch.
+_GATHERING = ("release_sub_module", "trace_prologue", "record_module", "reset_step")
 
 
 @final
@@ -44,11 +49,26 @@ class Stage3Engine(ShardedEngine):
         self._handles += [
             value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
         ]
+        self._whole = False
+        self._fetch = self._coordinator.fetch_sub_module
+        self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
+        self._coordinator.fetch_sub_module = self._fetch_in_lockstep
         self._wrapped: list[str] = []
         # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
         self._wrap("generate", self.gathered)
         # A sharded parameter has no place for a whole one.
         self._wrap("load_state_dict", self._writable)
+
+    @property
+    def _coordinator(self) -> Any:
+        return self._zero.parameter_offload.get_param_coordinator()
+
+    def _fetch_in_lockstep(self, part: nn.Module, forward: bool) -> None:
+        if self._whole:
+            return
+        if self._lockstep is not None:
+            self._lockstep.enter(part, forward)
+        self._fetch(part, forward)
 
     def _find_parameters(self) -> None:
         for group, values in enumerate(self._zero.fp16_groups):
@@ -84,6 +104,12 @@ class Stage3Engine(ShardedEngine):
         self._running = True
         try:
             loss.backward(gradient)
+        except RuntimeError as error:
+            error.add_note(
+                "backend 'deepspeed' at stage 3 shards a parameter while its module doesn't run: a loss computed from "
+                "parameters outside of their module, or with second derivatives, needs deepspeed:stage=2 or ddp"
+            )
+            raise
         finally:
             self._running = False
         self._order.finish(self._release, self._zeros)
@@ -169,19 +195,21 @@ class Stage3Engine(ShardedEngine):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        coordinator = self._zero.parameter_offload.get_param_coordinator()
-        if "fetch_sub_module" in vars(coordinator):
+        coordinator = self._coordinator
+        if self._whole:
             # Within another such context.
             yield
             return
         self._zero.parameter_offload.partition_all_parameters()
         with self._gathered(list(self.model.parameters())):
-            for name in ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step"):
+            self._whole = True
+            for name in _GATHERING:
                 setattr(coordinator, name, _nothing)
             try:
                 yield
             finally:
-                for name in ("fetch_sub_module", "release_sub_module", "trace_prologue", "record_module", "reset_step"):
+                self._whole = False
+                for name in _GATHERING:
                     delattr(coordinator, name)
 
     @contextmanager

@@ -469,6 +469,27 @@ def trains_two_models_in_turn(settings: str) -> Any:
         return weights(first)["w"], weights(second)["w"]
 
 
+def _part_ways(known: bool) -> str:
+    model = seeded(Branches)
+    session = shardkit.prepare(model, sgd(model), "deepspeed:stage=3")
+    uses = [((0,), (0,)), ((1,), (1,)), ((0,), (1,))] if known else [((0,), (1,))]
+    try:
+        for step, use in enumerate(uses):
+            session.backward(session.model(numbers(4, 3, seed=step), use[session.rank]))
+            session.step()
+    except shardkit.errors.UnsupportedError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_at_stage_3_ranks_that_use_different_modules_are_refused_before_weights_mix(known: bool) -> None:
+    first, second = run(_part_ways, known, processes=2, timeout=150)
+    assert "the ranks parted (rank 0 at 'heads.0', rank 1 at 'heads.1')" in first
+    assert "use deepspeed:stage=2 or ddp" in first
+    assert first == second
+
+
 def _all_cases(settings: str, names: list[str], folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in names:
