@@ -135,6 +135,7 @@ class ReplicatedEngine(Engine):
     def close(self) -> None:
         self._drop_gradients()
         self._library.destroy()
+        self.optimizer.state.update(self._twin.state)
         self._restore.undo()
 
 

@@ -161,14 +161,14 @@ class ShardedEngine(Engine):
             own.update(live)
             own["params"] = parameters
         norm = self._settle()
-        before = self.optimizer._optimizer_step_pre_hooks
-        after = self.optimizer._optimizer_step_post_hooks
-        for hook in before.values():
+        moves = math.isfinite(norm)
+        # The user hung them on the optimizer whose step this is.
+        for hook in self.optimizer._optimizer_step_pre_hooks.values() if moves else ():
             hook(self.optimizer, (), {})
         self._zero.step()
-        for hook in after.values():
-            hook(self.optimizer, (), {})
         applied = not self._zero.overflow
+        for hook in self.optimizer._optimizer_step_post_hooks.values() if applied else ():
+            hook(self.optimizer, (), {})
         self._settled = None
         self._seen = bytearray(len(self._params))
         for value in self._others:
