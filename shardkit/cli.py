@@ -15,7 +15,13 @@ from shardkit import __version__
 from shardkit.errors import ShardkitError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shardkit.tools.compare import Listener
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
 
 
 class _Commands(click.Group):
@@ -23,9 +29,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ShardkitError as error:
-            refusal = click.ClickException(str(error))
-            refusal.exit_code = 2
-            raise refusal from error
+            raise _Refusal(str(error)) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -46,8 +50,7 @@ def main() -> None:
     "--strategies",
     multiple=True,
     metavar="A,B",
-    help="Strategies, separated by commas; what reads name=value belongs to the strategy before it, as in "
-    "ddp,deepspeed:stage=2,accumulate=4. May be repeated.  [default: every variant that is installed]",
+    help="Strategies, separated by commas;  May be repeated.  [default: every variant that is installed]",
 )
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
@@ -80,7 +83,13 @@ def main() -> None:
 )
 @click.pass_context
 def compare(
-    ctx: click.Context, workload: str, strategies: tuple[str, ...], as_json: bool, output: Path | None, **settings: Any
+    ctx: click.Context,
+    /,
+    workload: str,
+    strategies: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    **settings: Any,
 ) -> None:
     """Train a small model on real text under every strategy, and compare with plain torch.
 
@@ -89,8 +98,6 @@ def compare(
 
     Exit code: 0 if all strategies agree with the reference, 1 if one differs, 2 if one could not run.
     """
-    from rich.console import Console
-
     from shardkit.tools import report
     from shardkit.tools.compare import compare, split_strategies
 
@@ -104,7 +111,7 @@ def compare(
     if as_json:
         click.echo(report.as_json(found))
     else:
-        console = Console(soft_wrap=False)
+        console = _console()
         console.print(report.table(found))
         for line in report.notes(found):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -116,8 +123,6 @@ def compare(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 def backends(name: str | None, as_json: bool) -> None:
     """List the backends, what each shards, and how to install what is missing; or the options of backend NAME."""
-    from rich.console import Console
-
     from shardkit.tools import listing
     from shardkit.tools.report import to_json
 
@@ -125,7 +130,7 @@ def backends(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(found))
         return
-    console = Console(soft_wrap=False)
+    console = _console()
     for part in listing.tables(found) if name is None else listing.option_tables(found):
         console.print(part)
 
@@ -140,8 +145,6 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     import dataclasses
 
-    from rich.console import Console
-
     from shardkit.tools import doctor
     from shardkit.tools.report import to_json
 
@@ -149,8 +152,15 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
     else:
-        Console(soft_wrap=False).print(doctor.table(findings))
+        _console().print(doctor.table(findings))
     ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # A pipe or a file has no width: rich's own guess of 80 columns would fold what needs no folding.
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from shardkit import _registry
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, LaunchError, MissingLibraryError, PluginError, StrategyError
+from shardkit.tools.listing import distribution
 from shardkit.workloads import _find
 
 if TYPE_CHECKING:
@@ -338,7 +339,7 @@ def _versions() -> dict[str, str]:
     wanted = ["shardkit", "torch", "transformers"]
     for backend in _registry.backends().values():
         if backend.requires:
-            wanted.append(re.split(r"[\s<>=!~;\[]", backend.requires, maxsplit=1)[0])
+            wanted.append(distribution(backend))
     for name in wanted:
         try:
             found[name] = importlib.metadata.version(name)

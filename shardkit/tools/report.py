@@ -26,6 +26,7 @@ _STYLES = {
 
 def table(comparison: Comparison) -> Table:
     """Return the table that ``shardkit compare`` prints; memory is the largest of any rank."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
@@ -37,13 +38,14 @@ def table(comparison: Comparison) -> Table:
         caption=_legend(comparison),
         caption_justify="left",
         header_style="bold",
+        box=box.SIMPLE_HEAD,
     )
-    found.add_column("strategy", overflow="fold")
-    for name in ("final loss", "loss difference", "weights difference", "samples/s", "peak MiB per rank"):
-        found.add_column(name, justify="right")
-    found.add_column("verdict")
+    found.add_column("strategy", overflow="fold", vertical="bottom")
+    for name in ("final\nloss", "loss\ndifference", "weights\ndifference", "samples/s", "peak MiB\nper rank"):
+        found.add_column(name, justify="right", no_wrap=True)
+    found.add_column("verdict", no_wrap=True)
     for row in [comparison.reference, *comparison.rows]:
-        label = "reference (1 process)" if row.status == "reference" else row.strategy
+        label = "1 process, plain torch" if row.status == "reference" else row.strategy
         found.add_row(Text(label), *_cells(row), Text(row.status, style=_STYLES[row.status]))
     return found
 

@@ -1,4 +1,4 @@
-"""What a workload promises, held to it: the same weights and batches at every call, batches without end and of any size."""
+"""What a workload promises: the same weights and batches at every call, batches without end and of any size."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ number of gaps and of hidden bytes, so that the mean over the batch is the mean 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,4 +92,4 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
     """Cut a length into so many parts of at least one, every way being equally likely."""
     cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     edges = [0, *cuts.tolist(), total]
-    return [right - left for left, right in zip(edges, edges[1:], strict=False)]
+    return [right - left for left, right in pairwise(edges)]
