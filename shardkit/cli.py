@@ -38,7 +38,7 @@ def main() -> None:
     """One training loop over every sharding library: compare them, list them, check the machine."""
 
 
-@main.command(epilog="Example: shardkit compare --strategies ddp,deepspeed:stage=3 --output results")
+@main.command
 @click.option(
     "--workload",
     default="t5-tiny",
@@ -50,7 +50,8 @@ def main() -> None:
     "--strategies",
     multiple=True,
     metavar="A,B",
-    help="Strategies, separated by commas;  May be repeated.  [default: every variant that is installed]",
+    help="Strategies, separated by commas; what reads name=value belongs to the strategy before it. May be "
+    "repeated.  [default: every variant that is installed]",
 )
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
@@ -97,13 +98,13 @@ def compare(
     strategy's losses lie from it, how many samples per second all ranks took, and the peak memory of a rank.
 
     Exit code: 0 if all strategies agree with the reference, 1 if one differs, 2 if one could not run.
+
+    Example: shardkit compare --strategies ddp,deepspeed:stage=3 --output results
     """
     from shardkit.tools import report
     from shardkit.tools.compare import compare, split_strategies
 
-    # A program that is told to end shall end its ranks, as at Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with _progress(settings["steps"]) as listener:
+    with _ended_by_sigterm(), _progress(settings["steps"]) as listener:
         found = compare(workload, split_strategies(strategies), listener=listener, **settings)
     if output is not None:
         for path in report.write(found, output):
@@ -118,11 +119,14 @@ def compare(
     ctx.exit(found.exit_code)
 
 
-@main.command(epilog="Example: shardkit backends deepspeed")
+@main.command
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 def backends(name: str | None, as_json: bool) -> None:
-    """List the backends, what each shards, and how to install what is missing; or the options of backend NAME."""
+    """List the backends, what each shards, and how to install what is missing; or the options of backend NAME.
+
+    Example: shardkit backends deepspeed
+    """
     from shardkit.tools import listing
     from shardkit.tools.report import to_json
 
@@ -135,13 +139,15 @@ def backends(name: str | None, as_json: bool) -> None:
         console.print(part)
 
 
-@main.command(epilog="Example: shardkit doctor --json")
+@main.command
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check the machine for what makes training hang, fail or compute wrong numbers, and say what to do.
 
     Exit code: 0 if all is well, 1 if there is a problem.
+
+    Example: shardkit doctor --json
     """
     import dataclasses
 
@@ -154,6 +160,16 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     else:
         _console().print(doctor.table(findings))
     ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the ranks too, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _console() -> Console:
@@ -193,7 +209,8 @@ def _progress(steps: int) -> Iterator[Listener]:
             for task in bar.task_ids:
                 bar.remove_task(task)
             took = f" in {row.seconds:.0f} s" if row.seconds else ""
-            console.print(f"{row.strategy}: {row.status}{took}", markup=False, highlight=False, soft_wrap=True)
+            verdict = "done" if row.status == "reference" else row.status
+            console.print(f"{row.strategy}: {verdict}{took}", markup=False, highlight=False, soft_wrap=True)
 
     with bar:
         yield Printed()

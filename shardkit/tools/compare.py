@@ -98,7 +98,7 @@ class Listener:
 
 
 def split_strategies(texts: Sequence[str]) -> list[str]:
-    """Return the strategies that a list separated by commas names, where ``name=value`` belongs to what precedes it."""
+    """Return the strategies of lists separated by commas, each once; ``name=value`` belongs to what precedes it."""
     found: list[str] = []
     for text in texts:
         open_settings = False
@@ -108,7 +108,7 @@ def split_strategies(texts: Sequence[str]) -> list[str]:
             else:
                 found.append(part)
                 open_settings = ":" in part
-    return found
+    return list(dict.fromkeys(found))
 
 
 def compare(

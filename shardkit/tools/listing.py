@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+PARTS = ("parameters", "gradients", "optimizer")
+
+
 def listing() -> list[dict[str, Any]]:
     """Return what is known of each backend, in plain data; imports no backend's library.
 
@@ -61,27 +64,26 @@ def options(name: str) -> list[dict[str, Any]]:
 
 
 def tables(found: list[dict[str, Any]]) -> list[Any]:
-    """Return the listing as a table with a row for each variant, and how to mend what can't be used."""
+    """Return a table with a row for each variant, one of the libraries, and how to mend what can't be used."""
     from rich.text import Text
 
-    table = _table("strategy", "shards", "offloads to the host", "what it is")
-    library = _table("backend", "library", "devices", "precisions", "from")
+    variants = _table("strategy", "shards", "in host memory", "what it is")
+    libraries = _table("backend", "library", "devices", "precisions", "brought by")
     problems = []
     for backend in found:
         name = backend["name"]
         if backend["problem"]:
             problems.append(Text.assemble((f"{name}: ", "bold"), backend["problem"]))
         for variant in backend["variants"]:
-            style = "" if backend["installed"] else "dim"
-            shards, offloads = (", ".join(variant[key]) or "nothing" for key in ("shards", "offloads"))
-            table.add_row(*(Text(text, style) for text in (variant["strategy"], shards, offloads, variant["summary"])))
+            parts = (", ".join(variant[key]) or "-" for key in ("shards", "offloads"))
+            row = (variant["strategy"].replace(",", ",\n  "), *parts, variant["summary"])
+            variants.add_row(*(Text(text, "" if backend["installed"] else "dim") for text in row))
         used = f"{backend['library']} {backend['version'] or ''}" if backend.get("library") else "torch alone"
-        if backend["problem"]:
-            used = "not usable, see below"
         lists = (", ".join(backend.get(key, [])) for key in ("devices", "precisions"))
-        library.add_row(*(Text(text) for text in (name, used, *lists, backend["origin"])))
+        row = (name, "not usable, see below" if backend["problem"] else used, *lists, backend["origin"])
+        libraries.add_row(*(Text(text) for text in row))
     hint = Text("shardkit backends NAME lists the options of one.", "dim")
-    return [table, library, *problems, hint]
+    return [variants, libraries, *problems, hint]
 
 
 def option_tables(found: list[dict[str, Any]]) -> list[Any]:
@@ -105,13 +107,13 @@ def _facts(backend: Backend) -> dict[str, Any]:
         "version": _version(backend),
         "install": backend.install,
         "devices": sorted(backend.devices),
-        "precisions": sorted(backend.precisions, key=("fp32", "bf16", "fp16").index),
+        "precisions": [name for name in ("fp32", "bf16", "fp16") if name in backend.precisions],
         "variants": [
             {
                 "strategy": variant.strategy,
                 "summary": variant.summary,
-                "shards": sorted(variant.shards),
-                "offloads": sorted(variant.offloads),
+                "shards": [part for part in PARTS if part in variant.shards],
+                "offloads": [part for part in PARTS if part in variant.offloads],
             }
             for variant in backend.variants
         ],

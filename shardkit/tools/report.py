@@ -125,21 +125,29 @@ def draw(comparison: Comparison, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [row for row in comparison.rows if row.losses]
-    figure = Figure(figsize=(12, 6 + 0.3 * len(rows)), dpi=120, layout="constrained")
+    lines = sum(_label(row).count("\n") + 1 for row in rows) + 1
+    figure = Figure(figsize=(12, 5.5 + 0.35 * lines), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    (curves, apart), (speed, memory) = figure.subplots(2, 2, height_ratios=[1.0, 0.25 + 0.1 * len(rows)])
     settings = comparison.settings
     figure.suptitle(
-        f"{Path(settings['workload'].rpartition(':')[2] or settings['workload']).name}, {settings['processes']} "
-        f"processes on {settings['device']}, {settings['accumulate']} x {settings['batch_size']} samples each"
+        f"{Path(settings['workload']).name}: {settings['processes']} processes on {settings['device']}, "
+        f"{settings['accumulate']} x {settings['batch_size']} samples each per step"
     )
+    # Two figures in one, so that the long names beside the bars leave the curves their width.
+    above, below = figure.subfigures(2, 1, height_ratios=[4.0, 1.0 + 0.35 * lines])
+    curves, apart = above.subplots(1, 2)
     _draw_curves(curves, comparison.reference, rows)
     _draw_differences(apart, comparison, rows)
+    speed, memory = below.subplots(1, 2, sharey=True)
     shown = [comparison.reference, *rows]
     _draw_bars(speed, shown, [row.samples_per_second or 0.0 for row in shown], "samples/s")
     _draw_bars(memory, shown, [max(row.peak_memory) / 2**20 for row in shown], "peak memory of a rank, MiB")
-    memory.set_yticklabels([])
+    speed.invert_yaxis()
     figure.savefig(path)
+
+
+def _label(row: Row) -> str:
+    return row.strategy.replace(",", ",\n")
 
 
 def _colours(count: int) -> list[Any]:
@@ -149,44 +157,39 @@ def _colours(count: int) -> list[Any]:
 
 
 def _draw_curves(axes: Axes, reference: Row, rows: list[Row]) -> None:
+    """Draw the losses, in the colours of the bars below; the reference is the wide grey curve."""
     steps = range(1, len(reference.losses) + 1)
-    axes.plot(steps, reference.losses, color="0.75", linewidth=6, solid_capstyle="round", label="reference")
+    axes.plot(steps, reference.losses, color="0.8", linewidth=8, solid_capstyle="round")
     for place, (row, colour) in enumerate(zip(rows, _colours(len(rows)), strict=True)):
         # Curves that agree lie on each other: dashes of different phase let each be seen.
-        dashes = (3.0 * place, (3.0, 3.0 * max(len(rows) - 1, 1)))
-        axes.plot(steps, row.losses, color=colour, linewidth=2, linestyle=(dashes[0], dashes[1]), label=row.strategy)
-    axes.set(title="loss", xlabel="step")
+        pattern = (3.0 * place, (3.0, 3.0 * (len(rows) - 1))) if len(rows) > 1 else "solid"
+        axes.plot(steps, row.losses, color=colour, linewidth=2, linestyle=pattern)
+    axes.set(title="loss (colours as below, the reference wide and grey)", xlabel="step")
     axes.grid(alpha=0.3)
-    # Solid in the legend: a dash of a long pattern would show as nothing.
-    handles, labels = axes.get_legend_handles_labels()
-    shown = axes.legend(handles, labels, fontsize="small", ncols=1 if len(rows) < 12 else 2)
-    for line in shown.get_lines():
-        line.set_linestyle("solid")
 
 
 def _draw_differences(axes: Axes, comparison: Comparison, rows: list[Row]) -> None:
     tolerance = comparison.settings["tolerance"]
     steps = range(1, len(comparison.reference.losses) + 1)
-    smallest = 1e-9
     for row, colour in zip(rows, _colours(len(rows)), strict=True):
         apart = [
-            max(abs(loss - right) / abs(right or 1e-30), smallest)
+            abs(loss - right) / abs(right or 1e-30)
             for loss, right in zip(row.losses, comparison.reference.losses, strict=True)
         ]
-        axes.plot(steps, apart, color=colour, linewidth=1.2, marker=".", markersize=4)
+        axes.plot(steps, apart, color=colour, linewidth=1.2, marker=".", markersize=5)
     axes.axhline(tolerance, color="black", linestyle="--", linewidth=1)
     axes.annotate("tolerance", (steps[0], tolerance), xytext=(0, 3), textcoords="offset points", fontsize="small")
-    axes.set(title="relative difference of the loss from the reference", xlabel="step", yscale="log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, smallest / 2), max(high, 10 * tolerance))
+    # Linear up to the last bit of float32, so that what is exactly equal has its place at 0.
+    axes.set_yscale("symlog", linthresh=3e-8)
+    axes.set_ylim(-1e-8, max(axes.get_ylim()[1], 10 * tolerance))
+    axes.set(title="difference of the loss from the reference, relative", xlabel="step")
     axes.grid(alpha=0.3)
 
 
 def _draw_bars(axes: Axes, rows: list[Row], values: list[float], title: str) -> None:
     colours = ["0.75", *_colours(len(rows) - 1)]
-    bars = axes.barh([row.strategy for row in rows], values, color=colours)
+    bars = axes.barh([_label(row) for row in rows], values, color=colours)
     axes.bar_label(bars, fmt="%.1f", padding=3, fontsize="small")
-    axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set(title=title)
     axes.spines[["top", "right"]].set_visible(False)

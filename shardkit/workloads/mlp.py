@@ -14,7 +14,7 @@ def workload() -> Workload:
     """Return a perceptron of three layers, with SGD that has momentum."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss, batches)
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), loss, batches)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
