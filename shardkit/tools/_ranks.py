@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
-from functools import cache
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TypeVar
 
 from shardkit._launch import collect, prepared_call
+from shardkit.tools._server import start
 
 T = TypeVar("T")
 
@@ -22,12 +20,12 @@ def run(
     """Call ``function(*arguments)`` on fresh ranks and return their results, as :func:`shardkit.launch` does.
 
     What the ranks print goes to the file ``log``. ``timeout`` is in seconds. The server starts at the first call, with
-    the imports of ``workload``.
+    the imports of ``workload``, if it isn't started already.
 
     Raises:
         LaunchError: a rank failed or the time is up.
     """
-    server = _server(workload)
+    server = start(workload)
     with prepared_call(function, arguments, processes) as (call, results, environments):
         started: list[_Forked] = []
         try:
@@ -70,21 +68,3 @@ def _rank(call: Path, result: Path, environment: dict[str, str], log: Path) -> N
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     _worker.main(call, result)
-
-
-@cache
-def _server(workload: str) -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardkit.tools._preload"])
-    # A thread pool made before the fork is dead after it.
-    told = {"SHARDKIT_PRELOAD_WORKLOAD": workload, "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-    return context

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardkit import _registry
 from shardkit._options import typed_options
-from shardkit._strategy import Strategy
+from shardkit._strategy import Strategy, is_path
 from shardkit.errors import InputError, LaunchError, MissingLibraryError, PluginError, StrategyError
+from shardkit.tools import _server
 from shardkit.tools.listing import distribution
 from shardkit.workloads import _find
 
@@ -141,6 +142,7 @@ def compare(
     Strategy("any", **shared)  # type: ignore[arg-type]
     arms = [_wanted(text, shared) for text in strategies] if strategies else list(_installed(shared))
 
+    _server.start(workload)
     from shardkit.tools._trial import Task, train_reference, train_strategy
 
     with tempfile.TemporaryDirectory(prefix="shardkit-compare-") as folder:
@@ -192,9 +194,7 @@ def _wanted(text: str, shared: dict[str, Any]) -> tuple[Row, Strategy | None]:
     Raises:
         StrategyError: the text is wrong, or sets for one strategy what holds for all.
     """
-    from shardkit._prepare import resolve
-
-    strategy = resolve(text)
+    strategy = _resolve(text)
     for name in shared:
         if getattr(strategy, name) != getattr(Strategy("any"), name):
             raise StrategyError(
@@ -209,6 +209,14 @@ def _wanted(text: str, shared: dict[str, Any]) -> tuple[Row, Strategy | None]:
     except PluginError as error:
         return dataclasses.replace(row, note=str(error)), None
     return row, dataclasses.replace(strategy, **shared)
+
+
+def _resolve(text: str) -> Strategy:
+    if not is_path(text):
+        return Strategy.parse(text)
+    from shardkit._prepare import resolve
+
+    return resolve(text)
 
 
 def _installed(shared: dict[str, Any]) -> Iterator[tuple[Row, Strategy | None]]:
