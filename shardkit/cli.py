@@ -30,6 +30,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except ShardkitError as error:
             raise _Refusal(str(error)) from error
+        except KeyboardInterrupt:
+            # As of a program that the signal ended: 1 would say that something was found.
+            sys.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import warnings
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.parallel
 
 from shardkit.workloads import _find
 
+# At Ctrl-C it is the command that ends the server and the ranks.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 # The server's own output, such as what a workload's file prints at import, is none of the command's.
 os.dup2(2, 1)
 # The first optimizer of a process has torch import its compiler, which takes longer than all the rest.

@@ -134,7 +134,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         f"{settings['accumulate']} x {settings['batch_size']} samples each per step"
     )
     # Two figures in one, so that the long names beside the bars leave the curves their width.
-    above, below = figure.subfigures(2, 1, height_ratios=[4.0, 1.0 + 0.35 * lines])
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[4.0, 1.0 + 0.35 * lines]).flat
     curves, apart = above.subplots(1, 2)
     _draw_curves(curves, comparison.reference, rows)
     _draw_differences(apart, comparison, rows)
