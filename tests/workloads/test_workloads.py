@@ -185,3 +185,13 @@ def test_weights_that_no_seed_fixes_are_refused() -> None:
 
     with pytest.raises(InputError, match=r"weights differ between two calls, first in '0\.weight'"):
         check_weights(unseeded)
+
+
+def test_the_documented_workload_keeps_its_promises(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    code = page.partition("<!-- workload -->\n```python\n")[2].partition("```")[0]
+    own = tmp_path / "documented.py"
+    own.write_text(code)
+    workload = check_weights(_find.function(str(own)))
+    check_batches(workload, size=3, count=4)
+    assert workload.loss(workload.model, next(workload.batches(3))).requires_grad
