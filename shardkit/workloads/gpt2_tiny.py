@@ -32,7 +32,7 @@ def workload() -> Workload:
             eos_token_id=0,
         )
     )
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), loss, batches)
+    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss, batches)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
