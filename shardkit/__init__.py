@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardkit._backend import option as option
     from shardkit._engine import Engine as Engine
     from shardkit._engine import Update as Update
+    from shardkit._finding import Finding as Finding
     from shardkit._hookimpl import hookimpl as hookimpl
     from shardkit._launch import launch as launch
     from shardkit._prepare import prepare as prepare
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Backend": "_backend",
     "Engine": "_engine",
+    "Finding": "_finding",
     "NoOptions": "_backend",
     "Session": "_session",
     "Strategy": "_strategy",

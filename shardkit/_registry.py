@@ -14,6 +14,7 @@ import pluggy
 
 from shardkit._backend import Backend
 from shardkit._engine import Engine
+from shardkit._finding import Finding
 from shardkit.errors import BackendNotFoundError, MissingLibraryError, PluginError
 
 if TYPE_CHECKING:
@@ -122,6 +123,21 @@ def describe(name: str) -> Backend:
     return declared
 
 
+def diagnose(name: str) -> list[Finding]:
+    """Return what the backend's plugin finds on this machine; nothing where it implements no such check.
+
+    Raises:
+        PluginError: the plugin is broken, or what comes back are no findings.
+    """
+    claim = _claim(name)
+    found = _only(_load(claim)).shardkit_diagnose()
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(item, Finding) for item in found):
+        raise PluginError(f"shardkit_diagnose of plugin {name!r} ({claim.origin}) returns Findings, not {found!r}")
+    return found
+
+
 def require_library(backend: Backend) -> None:
     """Raise unless the backend's library can be imported and is recent enough; does not import it.
 
@@ -209,7 +225,7 @@ def _only(plugin: Any) -> Any:
         for other in manager.get_plugins()
         if other is not plugin and (manager.get_name(other) or "").startswith("backend ")
     ]
-    hooks = ("shardkit_describe", "shardkit_prepare")
+    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_diagnose")
     return SimpleNamespace(**{hook: manager.subset_hook_caller(hook, remove_plugins=others) for hook in hooks})
 
 

@@ -8,6 +8,7 @@ import pluggy
 
 from shardkit._backend import Backend
 from shardkit._engine import Engine
+from shardkit._finding import Finding
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,4 +32,13 @@ def shardkit_prepare(model: nn.Module, optimizer: Optimizer | None, strategy: St
     parameters of the model, each once; None when the user gave none: return None then, unless the options bring one,
     and the session is one for evaluation. ``strategy`` is what the user asked for and ``options`` the backend's own
     options dataclass, both checked. The default process group exists.
+    """
+
+
+@hookspec(firstresult=True)
+def shardkit_diagnose() -> list[Finding] | None:
+    """Say what on this machine helps or harms the backend's library. Optional; ``shardkit doctor`` prints it.
+
+    Must not import the library: it may be the library that is broken. Installed versions stand in
+    ``importlib.metadata``.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit import Backend, Engine, Strategy, Variant, hookimpl
+from shardkit import Backend, Engine, Finding, Strategy, Variant, hookimpl
 from shardkit_deepspeed._keys import TOP_LEVEL
 from shardkit_deepspeed._options import DeepSpeedOptions
 
@@ -64,3 +64,10 @@ def shardkit_prepare(
     from shardkit_deepspeed._build import build
 
     return build(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_diagnose() -> list[Finding]:
+    from shardkit_deepspeed._diagnose import diagnose
+
+    return diagnose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardkit import Backend, Engine, Strategy, Variant, hookimpl, option
+from shardkit import Backend, Engine, Finding, Strategy, Variant, hookimpl, option
 from shardkit.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -77,3 +77,10 @@ def shardkit_prepare(
     from shardkit_fairscale._engine import FairScaleEngine
 
     return FairScaleEngine(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_diagnose() -> list[Finding]:
+    from shardkit_fairscale._diagnose import diagnose
+
+    return diagnose()

@@ -29,3 +29,21 @@ class Workload:
     optimizer: Optimizer
     loss: Callable[[nn.Module, Any], Tensor]
     batches: Callable[[int], Iterator[Any]]
+
+
+def names() -> list[str]:
+    """Return the names of the built-in workloads; imports none."""
+    from shardkit.workloads import _find
+
+    return _find.names()
+
+
+def load(text: str) -> Workload:
+    """Return the workload that a built-in name or ``FILE.py[:function]`` stands for, newly made.
+
+    Raises:
+        InputError: there is no such name, file or function, or the function returns something else.
+    """
+    from shardkit.workloads import _find
+
+    return _find.function(text)()

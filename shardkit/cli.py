@@ -1,0 +1,223 @@
+"""The command line. Each command imports what it needs when it runs: ``--help`` loads neither torch nor rich."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardkit import __version__
+from shardkit.errors import ShardkitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardkit.tools.compare import Listener
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ShardkitError as error:
+            raise _Refusal(str(error)) from error
+        except KeyboardInterrupt:
+            # As of a program that the signal ended: 1 would say that something was found.
+            sys.exit(128 + signal.SIGINT)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="shardkit")
+def main() -> None:
+    """One training loop over every sharding library: compare them, list them, check the machine."""
+
+
+@main.command
+@click.option(
+    "--workload",
+    default="t5-tiny",
+    show_default=True,
+    metavar="NAME|FILE.py[:FUNCTION]",
+    help="What to train: t5-tiny, gpt2-tiny, mlp, convnet, or a function of your own (docs/compare.md).",
+)
+@click.option(
+    "--strategies",
+    multiple=True,
+    metavar="A,B",
+    help="Strategies, separated by commas; what reads name=value belongs to the strategy before it. May be "
+    "repeated.  [default: every variant that is installed]",
+)
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
+@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
+@click.option(
+    "--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Samples in a micro-batch of one rank."
+)
+@click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Micro-batches per step.")
+@click.option("--max-grad-norm", type=float, help="Clip the global L2 norm of the gradient.  [default: not at all]")
+@click.option("--seed", type=int, help="Seed of the random generators, plus the rank, such as those of dropout.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where to train; auto: on GPUs if each rank can have one.",
+)
+@click.option(
+    "--timeout",
+    default=300.0,
+    show_default=True,
+    type=click.FloatRange(1),
+    help="Seconds that a strategy may take before it is given up.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write compare.json and compare.png into this directory.",
+)
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    /,
+    workload: str,
+    strategies: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    **settings: Any,
+) -> None:
+    """Train a small model on real text under every strategy, and compare with plain torch.
+
+    The reference is one process that trains on the whole global batch without shardkit. A row says how far a
+    strategy's losses lie from it, how many samples per second all ranks took, and the peak memory of a rank.
+
+    Exit code: 0 if all strategies agree with the reference, 1 if one differs, 2 if one could not run.
+
+    Example: shardkit compare --strategies ddp,deepspeed:stage=3 --output results
+    """
+    from shardkit.tools import report
+    from shardkit.tools.compare import compare, split_strategies
+
+    with _ended_by_sigterm(), _progress(settings["steps"]) as listener:
+        found = compare(workload, split_strategies(strategies), listener=listener, **settings)
+    if output is not None:
+        for path in report.write(found, output):
+            click.echo(f"wrote {path}", err=True)
+    if as_json:
+        click.echo(report.as_json(found))
+    else:
+        console = _console()
+        console.print(report.table(found))
+        for line in report.notes(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    ctx.exit(found.exit_code)
+
+
+@main.command
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
+def backends(name: str | None, as_json: bool) -> None:
+    """List the backends, what each shards, and how to install what is missing; or the options of backend NAME.
+
+    Example: shardkit backends deepspeed
+    """
+    from shardkit.tools import listing
+    from shardkit.tools.report import to_json
+
+    found: Any = listing.listing() if name is None else listing.options(name)
+    if as_json:
+        click.echo(to_json(found))
+        return
+    console = _console()
+    for part in listing.tables(found) if name is None else listing.option_tables(found):
+        console.print(part)
+
+
+@main.command
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Check the machine for what makes training hang, fail or compute wrong numbers, and say what to do.
+
+    Exit code: 0 if all is well, 1 if there is a problem.
+
+    Example: shardkit doctor --json
+    """
+    import dataclasses
+
+    from shardkit.tools import doctor
+    from shardkit.tools.report import to_json
+
+    findings = doctor.examine()
+    if as_json:
+        click.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        _console().print(doctor.table(findings))
+    ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the ranks too, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # A pipe or a file has no width: rich's own guess of 80 columns would fold what needs no folding.
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Listener]:
+    """Show on stderr how far a comparison is: a bar on a terminal, a line for each trial elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from shardkit.tools.compare import Listener, Row
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+    class Printed(Listener):
+        def begin(self, name: str) -> None:
+            self._task = bar.add_task(name, total=steps)
+
+        def progress(self, steps: int) -> None:
+            bar.update(self._task, completed=steps)
+
+        def end(self, row: Row) -> None:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            took = f" in {row.seconds:.0f} s" if row.seconds else ""
+            verdict = "done" if row.status == "reference" else row.status
+            console.print(f"{row.strategy}: {verdict}{took}", markup=False, highlight=False, soft_wrap=True)
+
+    with bar:
+        yield Printed()
+
+
+if __name__ == "__main__":
+    main(prog_name="shardkit")
