@@ -1,4 +1,4 @@
-"""What engines share: the look for a gradient that isn't finite."""
+"""What engines share: norms of gradients, and the look for one that isn't finite."""
 
 from __future__ import annotations
 
@@ -36,6 +36,37 @@ def all_finite(values: list[Tensor]) -> bool:
         found.zero_()
         return False
     return True
+
+
+def norms(values: list[Tensor]) -> Tensor:
+    """Return the L2 norm of each of these tensors, in one tensor.
+
+    On CPU torch adds up the squares of a float32 tensor one after another: its norm is off by 1e-5 of itself at a
+    million elements, and by 4e-4 at ten million. Here a large tensor's is put together from those of pieces.
+    """
+    if not values:
+        return torch.zeros(0)
+    if not any(value.is_cpu and value.numel() > _PIECE for value in values):
+        return torch.stack(torch._foreach_norm(values))
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(value.reshape(-1).split(_PIECE))))
+            for value in values
+        ]
+    )
+
+
+def total_norm(values: list[Tensor]) -> Tensor:
+    """Return the L2 norm over all elements of these tensors, a scalar; 0 without any.
+
+    It is that of ``torch.nn.utils.get_total_norm``, bit for bit unless a tensor is large and on CPU: see :func:`norms`.
+    """
+    total: Tensor = torch.linalg.vector_norm(norms(values))
+    return total
+
+
+_PIECE = 2**14
+"""Elements whose norm torch computes to float32 accuracy on CPU: measured within 2e-7 (torch 2.13), as against 4e-7 at 2**16."""
 
 
 @cache

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite, gradients
+from shardkit.gradients import all_finite, gradients, total_norm
 from shardkit_ddp._average import average
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DDPEngine(Engine):
         norm = None
         # The reducer has averaged the gradients: what this rank sees, all see.
         if self._want_norm:
-            total = get_total_norm(trained)
+            total = total_norm(trained)
             norm = total.item()
             applied = norm - norm == 0.0
             if applied and self._max_norm is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from shardkit.errors import UnsupportedError
+from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine
@@ -114,8 +115,7 @@ class PartitionEngine(ShardedEngine):
         return [piece for group in range(len(zero.bit16_groups)) for piece in zero.averaged_gradients[group]]
 
     def _squared_norm(self) -> Tensor:
-        norms = torch.stack(torch._foreach_norm(self._local_gradients()))
-        return norms.double().square_().sum()
+        return norms(self._local_gradients()).double().square_().sum()
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite
+from shardkit.gradients import all_finite, total_norm
 from shardkit_deepspeed._restore import Restore
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ReplicatedEngine(Engine):
         gradients = [value.grad for value in trained if value.grad is not None]
         norm = None
         if self._want_norm:
-            total = get_total_norm(gradients)
+            total = total_norm(gradients)
             norm = total.item()
             applied = norm - norm == 0.0
             if applied and self._max_norm is not None:

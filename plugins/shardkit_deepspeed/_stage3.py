@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from shardkit.errors import UnsupportedError
+from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
@@ -147,7 +148,7 @@ class Stage3Engine(ShardedEngine):
         held = [zero.grad_partitions_flat_buffer]
         if zero.offload_optimizer:
             held = [master.grad for master in zero.fp32_partitioned_groups_flat]
-        return torch.stack(torch._foreach_norm(held)).double().square_().sum()
+        return norms(held).double().square_().sum()
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero

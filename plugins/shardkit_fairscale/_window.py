@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import InputError, UnsupportedError
-from shardkit.gradients import all_finite
+from shardkit.gradients import all_finite, total_norm
+from shardkit.gradients import norms as norms_of
 from shardkit_fairscale._agreement import raise_together
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ class Agreement:
         if not self._wants_norm:
             told[_NONFINITE] = not all_finite(gradients)
         elif gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).to(told.dtype)
+            own_norms = norms_of(gradients).to(told.dtype)
             places = self._places
             if len(gradients) < len(self._own):
                 places = places[[parameter.grad is not None for parameter in self._own]]
-            told[places] = norms
+            told[places] = own_norms
         dist.all_reduce(told)
         return told[:_COUNTS].tolist(), told[_COUNTS:]
 
@@ -207,6 +208,6 @@ def alone(parameters: Sequence[Tensor], optimized: Sequence[Tensor], *, wants_no
     """Return what holds of the gradients of a single process."""
     used = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in optimized if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) if wants_norm else None
+    norm = total_norm(gradients) if wants_norm else None
     finite = all_finite(gradients) if norm is None else bool(norm.isfinite())
     return Window(finite, norm, used)

@@ -79,7 +79,10 @@ def train_reference(task: Task) -> Trial | Refusal:
         (loss / windows).backward()
         if last:
             if task.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), task.max_grad_norm)
+                # In float64: in float32 torch's norm of a large tensor on CPU is off by more than our tolerance.
+                squares = [value.grad.double().square().sum() for value in model.parameters() if value.grad is not None]
+                norm = torch.stack(squares).sum().sqrt().float()
+                nn.utils.clip_grads_with_norm_(model.parameters(), task.max_grad_norm, norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
