@@ -15,7 +15,12 @@ from shardkit._launch import collect, prepared_call
 
 T = TypeVar("T")
 
-PRELOADED = ("torch", "torch.distributed", "torch.optim", "shardkit.testing._preload")
+_preloaded = ["torch", "torch.distributed", "torch.optim", "shardkit.testing._preload"]
+
+
+def preload(*modules: str) -> None:
+    """Have the server that forks ranks import these importable modules too. Call it before the first ``run``."""
+    _preloaded.extend(modules)
 
 
 def run(function: Callable[..., T], *arguments: object, processes: int = 2, timeout: float = 120) -> list[T]:
@@ -64,5 +69,5 @@ def _rank(call: Path, result: Path, environment: dict[str, str]) -> None:
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(_preloaded)
     return context
