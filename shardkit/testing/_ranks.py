@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import warnings
@@ -60,6 +61,8 @@ def _rank(call: Path, result: Path, environment: dict[str, str]) -> None:
 
     from shardkit import _worker
 
+    # What the server imported is no garbage: no collection in a rank needs to walk through it.
+    gc.freeze()
     os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -47,13 +47,15 @@ class Trace:
     """What a run was like.
 
     ``losses[step]`` holds the loss of each micro-batch of one rank, or the one of the global batch. Gradients are those
-    before clipping; weights are those at the end, buffers included.
+    before clipping; weights are those at the end, buffers included. ``evaluations[step]`` is the loss of
+    the same data after the step, where asked for.
     """
 
     losses: list[list[float]]
     grad_norms: list[float]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    evaluations: list[float]
 
 
 def sgd(module: nn.Module) -> Optimizer:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ class Distance:
     """How far one value is from what is expected, relative to the expected value.
 
     For a tensor: the largest difference of an element, relative to the largest element; infinite where a value is not a
-    number, or is missing. ``ratio`` is the factor by which the values are too large, as far as one factor explains them.
+    number, or is missing. ``ratio`` is the factor by which the values are too large, if one factor explains them.
     """
 
     what: str
@@ -25,7 +26,7 @@ class Distance:
     ratio: float
 
     def __str__(self) -> str:
-        return f"{self.what} is {self.relative:.2g} away, relative to what is expected (of which it is {self.ratio:.7g} times)"
+        return f"{self.what} is {self.relative:.2g} away relative to the reference, which it is {self.ratio:.7g} times"
 
 
 def losses(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
@@ -34,6 +35,14 @@ def losses(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
     for step, one in enumerate(expected.losses):
         values = [value for trace in ranks for value in trace.losses[step]]
         yield _number(f"step {step}: the loss", _mean(values), _mean(one))
+
+
+def evaluations(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
+    """Compare the mean over ranks of the loss after each step."""
+    yield _lengths("evaluations", len(ranks[0].evaluations), len(expected.evaluations))
+    for step, one in enumerate(expected.evaluations):
+        values = [trace.evaluations[step] for trace in ranks]
+        yield _number(f"after step {step}: the loss", _mean(values), one)
 
 
 def grad_norms(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
@@ -61,7 +70,9 @@ def weights(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
 def tensors(what: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Iterator[Distance]:
     """Compare tensors by name; a name that only one side has is infinitely far away."""
     for name in sorted(found.keys() ^ wanted.keys()):
-        yield Distance(f"{what} {name}, which only {'one side' if name in found else 'the reference'} has,", math.inf, math.nan)
+        yield Distance(
+            f"{what} {name}, which only {'one side' if name in found else 'the reference'} has,", math.inf, math.nan
+        )
     for name in wanted.keys() & found.keys():
         yield _tensor(f"{what} {name}", found[name], wanted[name])
 
@@ -75,12 +86,22 @@ def differing_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[
     )
 
 
+def within(tolerance: float, distances: Iterator[Distance]) -> None:
+    """Fail the test if a distance is beyond the tolerance, and show the largest."""
+    far = [distance for distance in distances if not distance.relative <= tolerance]
+    if far:
+        shown = sorted(far, key=lambda distance: -distance.relative)[:8]
+        pytest.fail("\n".join([f"{len(far)} values are beyond {tolerance:g}:", *map(str, shown)]), pytrace=False)
+
+
 def worst(distances: Iterator[Distance]) -> Distance:
     return max(distances, key=lambda distance: distance.relative)
 
 
 def _lengths(what: str, found: int, wanted: int) -> Distance:
-    return Distance(f"the number of {what}, {found} instead of {wanted},", 0 if found == wanted else math.inf, found / wanted)
+    return Distance(
+        f"the number of {what}, {found} instead of {wanted},", 0 if found == wanted else math.inf, found / wanted
+    )
 
 
 def _number(what: str, found: float, wanted: float) -> Distance:

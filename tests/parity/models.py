@@ -20,8 +20,8 @@ class Model:
 
     ``build(seed)`` returns the module with weights of that seed. ``loss(module, batch)`` is the mean over the batch's
     samples, scaled so that the norm of every gradient is well above 1, which is what some libraries clip to unless told
-    otherwise. ``draw(generator, samples)`` makes a batch. ``whole_batch`` says that the loss of the global batch is the mean of the losses of its parts, which BatchNorm
-    breaks: it normalizes each micro-batch by itself.
+    otherwise. ``draw(generator, samples)`` makes a batch. ``whole_batch`` says that the loss of the global
+    batch is the mean of the losses of its parts, which BatchNorm breaks: it normalizes each micro-batch by itself.
     """
 
     name: str

@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardkit.errors import LaunchError
 from .cells import STEPS, Cell, Trace
 
 CELL_SECONDS = 60
-"""How long a cell may take before its rank gives up, prints where it is, and ends: the others then lose it and go on."""
+"""How long a cell may take before its rank says where it hangs, and ends: the others lose it, and end as well."""
 
 LAUNCHES = 3
 """How often the remaining cells are launched again after one took its ranks down."""
@@ -31,7 +32,9 @@ class Failure:
     text: str
 
 
-def record(strategy: str, world_size: int, cells: Sequence[Cell], prelude: Callable[[], None] | None = None) -> dict[Cell, list[Trace] | Failure]:
+def record(
+    strategy: str, world_size: int, cells: Sequence[Cell], prelude: Callable[[], None] | None = None
+) -> dict[Cell, list[Trace] | Failure]:
     """Train the cells one after the other on the same fresh ranks; return each rank's trace of each cell.
 
     A cell that fails doesn't keep the others from running: if it took its ranks down, they are launched again.
@@ -42,21 +45,39 @@ def record(strategy: str, world_size: int, cells: Sequence[Cell], prelude: Calla
         remaining = [cell for cell in cells if cell not in found]
         if not remaining:
             break
-        found |= _launch(strategy, world_size, remaining, prelude)
+        # A world of one keeps one core busy: two such worlds share the cells.
+        shares = [share for share in (remaining[::2], remaining[1::2]) if share] if world_size == 1 else [remaining]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            for part in pool.map(lambda share: _launch(strategy, world_size, share, prelude), shares):
+                found |= part
     lost = Failure(f"not run: {LAUNCHES} launches of {strategy!r} on {world_size} ranks broke down before this cell")
     return {cell: found.get(cell, lost) for cell in cells}
 
 
-def train(strategy: str, cell: Cell, *, steps: int = STEPS, watch: bool = True) -> Trace:
-    """Train a cell on this rank, through a session; without ``watch`` nothing is asked of it but weights at the end."""
+def train(
+    strategy: str,
+    cell: Cell,
+    *,
+    steps: int = STEPS,
+    watch: bool = True,
+    evaluate: bool = False,
+    opened: Callable[[], None] | None = None,
+) -> Trace:
+    """Train a cell on this rank, through a session.
+
+    With ``watch`` it is asked for norms and gradients in each step, with ``evaluate`` for a loss on whole weights after
+    it; without them for nothing but the weights at the end. ``opened`` is called once the session is open.
+    """
     workload, rank, world_size = cell.workload, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Other weights on each rank: training starts from those of rank 0.
     module = workload.build(rank)
     asked = replace(
         Strategy.parse(strategy), accumulate=cell.accumulate, max_grad_norm=cell.max_grad_norm, track_grad_norm=watch
     )
-    trace = Trace([], [], [], {})
+    trace = Trace([], [], [], {}, [])
     with shardkit.prepare(module, cell.build_optimizer(module), asked) as session:
+        if opened is not None:
+            opened()
         for step in range(steps):
             trace.losses.append([])
             for micro in range(cell.accumulate):
@@ -71,15 +92,22 @@ def train(strategy: str, cell: Cell, *, steps: int = STEPS, watch: bool = True) 
                 assert moved is last, f"step {step}, micro-batch {micro}: session.step() returned {moved}"
             if watch:
                 trace.grad_norms.append(session.grad_norm)
+            if evaluate:
+                with session.evaluate() as whole:
+                    trace.evaluations.append(workload.loss(whole, workload.part(step, rank, world_size, 0, 1)).item())
         trace.weights.update(session.full_weights())
     return trace
 
 
-def _launch(strategy: str, world_size: int, cells: list[Cell], prelude: Callable[[], None] | None) -> dict[Cell, list[Trace] | Failure]:
+def _launch(
+    strategy: str, world_size: int, cells: list[Cell], prelude: Callable[[], None] | None
+) -> dict[Cell, list[Trace] | Failure]:
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         folder, broke = Path(name), None
         try:
-            testing.run(_train_all, strategy, cells, folder, prelude, processes=world_size, timeout=CELL_SECONDS * len(cells))
+            testing.run(
+                _train_all, strategy, cells, folder, prelude, processes=world_size, timeout=CELL_SECONDS * len(cells)
+            )
         except LaunchError as error:
             broke = str(error)
         found: dict[Cell, list[Trace] | Failure] = {}

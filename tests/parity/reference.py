@@ -27,13 +27,19 @@ def _trained(cell: Cell, world_size: int) -> Trace:
 
 
 def train(
-    cell: Cell, world_size: int, module: nn.Module, *, whole_batch: bool, steps: int = STEPS, dtype: torch.dtype = torch.float32
+    cell: Cell,
+    world_size: int,
+    module: nn.Module,
+    *,
+    whole_batch: bool,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
 ) -> Trace:
     """Train a module, from the global batch at once or from the parts that each of ``world_size`` ranks would have."""
     torch.set_num_threads(1)
     module.to(dtype)
     optimizer = cell.build_optimizer(module)
-    trace = Trace([], [], [], {})
+    trace = Trace([], [], [], {}, [])
     for step in range(steps):
         if whole_batch:
             loss = cell.workload.loss(module, _cast(cell.workload.batch(step), dtype))
@@ -49,6 +55,10 @@ def train(
             clip_grad_norm_(module.parameters(), cell.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+        module.eval()
+        with torch.no_grad():
+            trace.evaluations.append(cell.workload.loss(module, _cast(cell.workload.batch(step), dtype)).item())
+        module.train()
     trace.weights.update(copied(module.state_dict()))
     return trace
 

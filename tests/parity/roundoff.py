@@ -70,7 +70,10 @@ def _exact(module: nn.Module) -> nn.Module:
 
 def main() -> None:
     """Print the distances and what they were measured on."""
-    print(f"float32 from float64, torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}")
+    print(
+        f"float32 from float64 with torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{platform.machine()}"
+    )
     print(f"{'model':<12}{'loss':>10}{'norm':>10}{'gradient':>10}{'weight':>10}")
     for model in MODELS:
         print(f"{model:<12}" + "".join(f"{value:>10.1e}" for value in asdict(measured(model)).values()))

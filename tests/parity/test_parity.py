@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import entry_points
-
-import pytest
-import torch
 
 import shardkit
 
 from . import compare, tolerances
 from .cells import Cell, Trace
-from .compare import Distance
+from .compare import within
 from .reference import reference
 
 
@@ -40,10 +36,3 @@ def test_ranks_end_with_the_same_weights_to_the_last_bit(ranks: list[Trace], cel
     for trace in ranks[1:]:
         assert compare.differing_bits(trace.weights, ranks[0].weights) == []
         assert trace.grad_norms == ranks[0].grad_norms
-
-
-def within(tolerance: float, distances: Iterator[Distance]) -> None:
-    far = [distance for distance in distances if not distance.relative <= tolerance]
-    if far:
-        shown = sorted(far, key=lambda distance: -distance.relative)[:8]
-        pytest.fail("\n".join([f"{len(far)} values are beyond {tolerance:g}:", *map(str, shown)]), pytrace=False)
