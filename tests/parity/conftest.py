@@ -21,7 +21,7 @@ testing.preload("pytest", "transformers.models.t5.modeling_t5", "transformers.mo
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         metafunc.parametrize(
-            ("strategy", "world_size", "cell"),
+            ("variant", "world_size", "cell"),
             [
                 pytest.param(
                     arm.strategy, world_size, cell, id=f"{arm}-ranks={world_size}-{cell}", marks=_marks(arm.missing)
@@ -43,9 +43,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def ranks(strategy: str, world_size: int, cell: Cell) -> list[Trace]:
+def ranks(variant: str, world_size: int, cell: Cell) -> list[Trace]:
     """Each rank's trace of the cell."""
-    outcome = _recorded(strategy, world_size)[cell]
+    outcome = _recorded(variant, world_size)[cell]
     if isinstance(outcome, Failure):
         pytest.fail(outcome.text, pytrace=False)
     return outcome

@@ -1,6 +1,6 @@
 """How far plain torch in float32 is from float64, on the cells of this suite: what the tolerances rest on.
 
-``PYTHONPATH=tests python -m parity.roundoff`` prints it.
+``python -m tests.parity.roundoff`` prints it.
 """
 
 from __future__ import annotations

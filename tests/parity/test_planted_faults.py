@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,11 @@ class FaultyEngine(Engine):
                 group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        if self._max_norm is not None and dist.get_rank() == 1:
+            if self._fault == "fails on one rank":
+                raise ArithmeticError("planted")
+            if self._fault == "ends one rank":
+                os._exit(3)
         if self._fault == "last micro-batch only":
             self.model.zero_grad()
         loss.backward(gradient)
@@ -113,26 +119,34 @@ def register(fault: str) -> None:
     shardkit.register(FaultyPlugin(fault), "faulty")
 
 
-@pytest.fixture(scope="module", params=FAULTS)
-def fault(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
+@cache
 def recorded(fault: str) -> dict[Cell, list[Trace] | Failure]:
     return record("faulty", 2, list(CELLS.values()), partial(register, fault))
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_fault_is_seen_where_it_shows(name: str, fault: str, recorded: dict[Cell, list[Trace] | Failure]) -> None:
-    cell = CELLS[name]
-    ranks = recorded[cell]
-    assert not isinstance(ranks, Failure), ranks
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen_where_it_shows(fault: str, name: str) -> None:
+    ranks = recorded(fault)[CELLS[name]]
+    assert not isinstance(ranks, Failure), ranks.text
+    expected = reference(CELLS[name], 2)
     seen = {
         quantity
         for quantity, (tolerance, distances) in QUANTITIES.items()
-        if not compare.worst(distances(ranks, reference(cell, 2))).relative <= tolerance
+        if not compare.worst(distances(ranks, expected)).relative <= tolerance
     }
     assert seen >= FAULTS[fault].get(name, set())
     if fault == "none":
         assert not seen
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("fails on one rank", "ArithmeticError: planted"), ("ends one rank", "rank 1 ended with exit code 3")],
+)
+def test_a_cell_that_takes_its_ranks_down_fails_alone_and_says_why(fault: str, said: str) -> None:
+    outcomes = dict(recorded(fault))
+    broken = outcomes.pop(CELLS["clipped"])
+    assert isinstance(broken, Failure)
+    assert said in broken.text
+    assert all(isinstance(outcome, list) for outcome in outcomes.values())

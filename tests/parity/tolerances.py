@@ -3,7 +3,7 @@
 Both compute in float32, each with its own order of sums, so the bound is round-off: twice the distance of plain torch
 in float32 from float64, and a margin for other processors and libraries. The largest distances over all models,
 optimizers, clippings, ways to split the batch and three steps, relative to a tensor's largest element, as
-``PYTHONPATH=tests python -m parity.roundoff`` prints them (2026-11, torch 2.13.0+cpu, transformers 5.24.0, x86_64):
+``python -m tests.parity.roundoff`` prints them (2026-11, torch 2.13.0+cpu, transformers 5.24.0, x86_64):
 
     model           loss      norm  gradient    weight
     mlp          9.8e-08   9.8e-08   3.8e-07   5.1e-07
