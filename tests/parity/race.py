@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed import ProcessGroup
 
 from shardkit import testing
 
@@ -17,32 +19,51 @@ from .ranks import train
 CELL = Cell("gpt2_tiny", "sgd", accumulate=1, clipped=False)
 STEPS = 4
 LAUNCHES = 6
-SESSIONS = 2
 RANKS = 2
+ASYNCHRONOUS = ("all_gather_single", "allgather", "allreduce", "broadcast", "reduce", "reduce_scatter_single")
 
 
 def runs(strategy: str) -> list[list[Trace]]:
-    """Train the same LAUNCHES x SESSIONS times, in fresh processes each launch; return each run's ranks."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    with ThreadPoolExecutor(min(2, len(cores))) as pool:
-        launches = pool.map(lambda index: _launch(strategy, cores[index % len(cores)]), range(LAUNCHES))
-        return [list(ranks) for launch in launches for ranks in zip(*launch, strict=True)]
+    """Train the same again and again, in fresh processes each time; return each run's ranks.
+
+    Of each launch's two runs the first is left alone and the second has late collectives.
+    """
+    found = []
+    for _ in range(LAUNCHES):
+        launch = testing.run(train_twice, strategy, processes=RANKS)
+        found += [list(ranks) for ranks in zip(*launch, strict=True)]
+    return found
 
 
-def _launch(strategy: str, core: int) -> Sequence[list[Trace]]:
-    return testing.run(_train_starved, strategy, core, processes=RANKS, timeout=180)
+def train_twice(strategy: str) -> list[Trace]:
+    alone = train(strategy, CELL, steps=STEPS, watch=False, evaluate=True)
+    with late_collectives():
+        return [alone, train(strategy, CELL, steps=STEPS, watch=False, evaluate=True)]
 
 
-def _train_starved(strategy: str, core: int) -> list[Trace]:
-    # Memory that nothing was written to holds NaN, not by luck the values of the last step.
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """Start each collective of Python code only when it is waited for, and fill memory with NaN until it is written.
+
+    An asynchronous collective may end as late as that: a read before the wait finds what no luck with time can hide.
+    """
     torch.use_deterministic_algorithms(True)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
-    return [train(strategy, CELL, steps=STEPS, watch=False, evaluate=True, opened=_starve) for _ in range(SESSIONS)]
+    with mock.patch.multiple(
+        ProcessGroup, **{name: _late(getattr(ProcessGroup, name)) for name in ASYNCHRONOUS}
+    ):
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
-def _starve() -> None:
-    """Let the threads that carry out collectives run only while nobody else wants the core (Linux)."""
-    for task in Path("/proc/self/task").glob("*"):
-        if "pt_gloo" in (task / "comm").read_text():
-            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+def _late(collective: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: _Late(functools.partial(collective, *arguments))
+
+
+class _Late:
+    """A handle whose collective starts when the handle is first looked at."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = functools.cache(start)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._start(), name)
