@@ -47,8 +47,8 @@ class Trace:
     """What a run was like.
 
     ``losses[step]`` holds the loss of each micro-batch of one rank, or the one of the global batch. Gradients are those
-    before clipping; weights are those at the end, buffers included. ``evaluations[step]`` is the loss of
-    the same data after the step, where asked for.
+    before clipping; weights are those at the end, buffers included. ``evaluations`` holds the loss of
+    the first step's data at the end, where asked for.
     """
 
     losses: list[list[float]]

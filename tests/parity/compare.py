@@ -38,11 +38,8 @@ def losses(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
 
 
 def evaluations(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:
-    """Compare the mean over ranks of the loss after each step."""
-    yield _lengths("evaluations", len(ranks[0].evaluations), len(expected.evaluations))
-    for step, one in enumerate(expected.evaluations):
-        values = [trace.evaluations[step] for trace in ranks]
-        yield _number(f"after step {step}: the loss", _mean(values), one)
+    """Compare the mean over ranks of the loss in evaluation."""
+    yield _number("in evaluation: the loss", _mean([v for t in ranks for v in t.evaluations]), *expected.evaluations)
 
 
 def grad_norms(ranks: list[Trace], expected: Trace) -> Iterator[Distance]:

@@ -12,9 +12,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardkit import testing
+from shardkit.errors import LaunchError
 
 from .cells import Cell, Trace
-from .ranks import train
+from .ranks import Failure, train
 
 CELL = Cell("gpt2_tiny", "sgd", accumulate=1, clipped=False)
 STEPS = 4
@@ -23,15 +24,19 @@ RANKS = 2
 ASYNCHRONOUS = ("all_gather_single", "allgather", "allreduce", "broadcast", "reduce", "reduce_scatter_single")
 
 
-def runs(strategy: str) -> list[list[Trace]]:
-    """Train the same again and again, in fresh processes each time; return each run's ranks.
+def runs(strategy: str) -> list[list[Trace] | Failure]:
+    """Train the same again and again, in fresh processes each time; return each run's trace from every rank.
 
     Of each launch's two runs the first is left alone and the second has late collectives.
     """
-    found = []
+    found: list[list[Trace] | Failure] = []
     for _ in range(LAUNCHES):
-        launch = testing.run(train_twice, strategy, processes=RANKS)
-        found += [list(ranks) for ranks in zip(*launch, strict=True)]
+        try:
+            launch = testing.run(train_twice, strategy, processes=RANKS, timeout=300)
+        except LaunchError as error:
+            found += [Failure(str(error))] * 2
+        else:
+            found += [list(ranks) for ranks in zip(*launch, strict=True)]
     return found
 
 
@@ -48,9 +53,7 @@ def late_collectives() -> Iterator[None]:
     An asynchronous collective may end as late as that: a read before the wait finds what no luck with time can hide.
     """
     torch.use_deterministic_algorithms(True)
-    with mock.patch.multiple(
-        ProcessGroup, **{name: _late(getattr(ProcessGroup, name)) for name in ASYNCHRONOUS}
-    ):
+    with mock.patch.multiple(ProcessGroup, **{name: _late(getattr(ProcessGroup, name)) for name in ASYNCHRONOUS}):
         yield
     torch.use_deterministic_algorithms(False)
 

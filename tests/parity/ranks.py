@@ -61,12 +61,11 @@ def train(
     steps: int = STEPS,
     watch: bool = True,
     evaluate: bool = False,
-    opened: Callable[[], None] | None = None,
 ) -> Trace:
     """Train a cell on this rank, through a session.
 
-    With ``watch`` it is asked for norms and gradients in each step, with ``evaluate`` for a loss on whole weights after
-    it; without them for nothing but the weights at the end. ``opened`` is called once the session is open.
+    With ``watch`` it is asked for norms and gradients in each step, with ``evaluate`` for a loss on whole weights at
+    the end; without them for nothing but the weights.
     """
     workload, rank, world_size = cell.workload, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Other weights on each rank: training starts from those of rank 0.
@@ -76,8 +75,6 @@ def train(
     )
     trace = Trace([], [], [], {}, [])
     with shardkit.prepare(module, cell.build_optimizer(module), asked) as session:
-        if opened is not None:
-            opened()
         for step in range(steps):
             trace.losses.append([])
             for micro in range(cell.accumulate):
@@ -92,9 +89,9 @@ def train(
                 assert moved is last, f"step {step}, micro-batch {micro}: session.step() returned {moved}"
             if watch:
                 trace.grad_norms.append(session.grad_norm)
-            if evaluate:
-                with session.evaluate() as whole:
-                    trace.evaluations.append(workload.loss(whole, workload.part(step, rank, world_size, 0, 1)).item())
+        if evaluate:
+            with session.evaluate() as whole:
+                trace.evaluations.append(workload.loss(whole, workload.part(0, rank, world_size, 0, 1)).item())
         trace.weights.update(session.full_weights())
     return trace
 

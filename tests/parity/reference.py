@@ -55,11 +55,10 @@ def train(
             clip_grad_norm_(module.parameters(), cell.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        module.eval()
-        with torch.no_grad():
-            trace.evaluations.append(cell.workload.loss(module, _cast(cell.workload.batch(step), dtype)).item())
-        module.train()
     trace.weights.update(copied(module.state_dict()))
+    module.eval()
+    with torch.no_grad():
+        trace.evaluations.append(cell.workload.loss(module, _cast(cell.workload.batch(0), dtype)).item())
     return trace
 
 
