@@ -27,9 +27,10 @@ class Buffers:
             for name, value in part._buffers.items()
             if value is not None and value.numel() > 0
         ]
-        # The kernels of the norm layers write statistics without counting a version.
-        self._statistics = [place for place in places if isinstance(place[0], _NormBase)]
-        self._others = [place for place in places if not isinstance(place[0], _NormBase)]
+        # The kernels of batch and instance norm write running statistics without counting a version, also those of a
+        # module that calls them by itself: such go by these names.
+        self._statistics = [place for place in places if _is_statistic(*place)]
+        self._others = [place for place in places if not _is_statistic(*place)]
         self._seen = [_version(*place) for place in self._others]
 
     def synchronize(self) -> None:
@@ -49,6 +50,10 @@ class Buffers:
         told = torch.tensor(flags, dtype=torch.uint8, device=first.device if first is not None else None)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return [place for place, flag in zip(self._others, told.tolist(), strict=True) if flag]
+
+
+def _is_statistic(part: nn.Module, name: str) -> bool:
+    return isinstance(part, _NormBase) or name in ("running_mean", "running_var")
 
 
 def _version(part: nn.Module, name: str) -> tuple[int, int]:

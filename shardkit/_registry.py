@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -79,6 +81,8 @@ def register(plugin: Any, name: str | None = None) -> None:
     Raises:
         PluginError: the name is taken, or the plugin lacks the hooks.
     """
+    if not isinstance(plugin, Hashable):
+        raise PluginError(f"a plugin is a module or an object that can be hashed, not {plugin!r}")
     if name is None:
         _manager().register(plugin)
         return
@@ -93,7 +97,7 @@ def register(plugin: Any, name: str | None = None) -> None:
 def claims() -> dict[str, list[Claim]]:
     """Return all claims to each backend's name, without importing any plugin."""
     found: dict[str, list[Claim]] = {}
-    for point in importlib.metadata.entry_points(group=BACKENDS):
+    for point in _entry_points(BACKENDS, tuple(sys.path)):
         origin = f"distribution {point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
         others = found.setdefault(point.name, [])
         # One distribution that lies twice on the path (an editable install and its build) is one claim.
@@ -244,8 +248,14 @@ def _registered() -> dict[str, Claim]:
 
 
 @cache
+def _entry_points(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return the entry points of a group; ``path`` is where distributions lie, and reading them all takes a while."""
+    return tuple(importlib.metadata.entry_points(group=group))
+
+
+@cache
 def _load_wrappers() -> None:
-    for point in importlib.metadata.entry_points(group=WRAPPERS):
+    for point in _entry_points(WRAPPERS, tuple(sys.path)):
         origin = f"distribution {point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
         wrapper = Claim(point.name, origin, entry_point=point).load()
         if not _manager().is_registered(wrapper):

@@ -122,7 +122,8 @@ def test_a_wrapper_sees_every_prepare_of_every_backend() -> None:
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (SimpleNamespace(), "does not implement shardkit_describe and shardkit_prepare"),
+        (SimpleNamespace(), "an object that can be hashed"),
+        (object(), "does not implement shardkit_describe and shardkit_prepare"),
         (type("Half", (), {"shardkit_describe": Plain.shardkit_describe})(), "does not implement shardkit_prepare"),
     ],
 )

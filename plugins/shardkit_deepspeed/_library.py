@@ -87,6 +87,11 @@ def load(device: torch.device) -> Any:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if get_accelerator().device_name() != device.type:
             set_accelerator(_accelerator(device))
+        if device.type == "cpu":
+            from deepspeed.utils import nvtx
+
+            # Marks for a GPU's profiler, around thousands of calls a step.
+            nvtx.enable_nvtx = False
         _join(deepspeed)
     return deepspeed
 

@@ -280,6 +280,35 @@ def c34_statistics_of_batch_norm_are_those_of_rank_0_everywhere(prepare: Prepare
 
 
 @case
+def c34_buffers_of_the_users_own_modules_are_those_of_rank_0_everywhere(prepare: Prepare, rank: int) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("running_mean", torch.zeros(1))
+            self.register_buffer("running_var", torch.ones(1))
+            self.register_buffer("written", torch.zeros(2))
+            self.register_buffer("replaced", torch.zeros(()))
+            self.register_buffer("constant", torch.arange(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if rank == 1:
+                self.written += 1
+            self.replaced = self.replaced + rank + 2
+            return nn.functional.batch_norm(x * self.scale, self.running_mean, self.running_var, training=True)
+
+    model = Own()
+    with prepare(model, sgd(model)) as session:
+        for _ in range(2):
+            step(session, session.model(torch.tensor([[0.0], [2.0]]) + 10 * rank).sum())
+        weights = session.full_weights()
+        assert_close(weights["running_mean"], [0.19])
+        assert_close(weights["written"], [0.0, 0.0])
+        assert_close(weights["replaced"], 4.0)
+        assert_close(weights["constant"], [0, 1, 2])
+
+
+@case
 def c36_two_forwards_through_batch_norm_make_one_backward(prepare: Prepare, rank: int) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
