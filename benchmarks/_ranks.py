@@ -1,0 +1,87 @@
+"""What a rank does for a benchmark. Each trial has fresh ranks, two of them, over gloo."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from _loops import Arm, Window, built, import_libraries
+from _measure import interleave
+from _memory import fix_allocator, forked, peak, start_peak
+from _workloads import WORKLOADS
+
+from shardkit.testing import run
+
+STEPS = 3
+"""Steps of a trial for memory: the state of the optimizer is there from the second on."""
+
+
+Peak = tuple[int, float]
+"""The most bytes that a rank held above what it held before its model, and the seconds of the trial."""
+
+
+def measure_peaks(arms: tuple[Arm, ...], workload: str, batch: int, *, repeats: int) -> dict[str, list[Peak]]:
+    """Return what the fuller of two ranks held in each trial: one of each arm, one after the other, again and again."""
+    ranks = run(_trials, arms, workload, batch, repeats, processes=2, timeout=3600)
+    return {arm.name: [max(pair) for pair in zip(*(rank[arm.name] for rank in ranks), strict=True)] for arm in arms}
+
+
+def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
+    """Return seconds per step of each arm in each round, on two ranks that start and end each block together."""
+    return run(_blocks, arms, workload, batch, blocks, length, processes=2, timeout=1800)[0]
+
+
+def _trials(arms: tuple[Arm, ...], workload: str, batch: int, repeats: int) -> dict[str, list[Peak]]:
+    import_libraries()
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    peaks: dict[str, list[Peak]] = {arm.name: [] for arm in arms}
+    for repeat in range(repeats):
+        for place, arm in enumerate(arms):
+            # A fork of a rank that has only imported: nothing is left of the trial before, and no time goes to imports.
+            group = dist.PrefixStore(f"{repeat}/{place}", store)
+            peaks[arm.name].append(forked(_trial, arm, workload, batch, group, rank, world_size))
+    return peaks
+
+
+def _trial(arm: Arm, workload: str, batch: int, store: dist.Store, rank: int, world_size: int) -> Peak:
+    fix_allocator()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    _warm_up()
+    base = start_peak()
+    start = time.perf_counter()
+    made = WORKLOADS[workload]()
+    step = built(arm, made, Window())
+    batches = made.batches(batch)
+    for _ in range(STEPS):
+        step(next(batches))
+    taken = peak() - base
+    dist.barrier()
+    return taken, time.perf_counter() - start
+
+
+def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    steps, linears = {}, {}
+    for arm in arms:
+        made = WORKLOADS[workload]()
+        steps[arm.name] = partial(built(arm, made, Window()), next(made.batches(batch)))
+        linears[arm.name] = torch.nn.functional.linear
+
+    def before(name: str) -> None:
+        # DeepSpeed's stage 3 replaces it for the whole process: each arm has the one that it would have alone.
+        torch.nn.functional.linear = linears[name]
+
+    return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier)
+
+
+def _warm_up() -> None:
+    """Load what every arm loads once, such as the code of the kernels, so that it counts for none."""
+    made = WORKLOADS["t5-tiny"]()
+    batch = next(made.batches(1))
+    for _ in range(2):
+        made.loss(made.model, batch).backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    dist.barrier()

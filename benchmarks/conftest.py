@@ -1,0 +1,86 @@
+"""What the benchmarks print and write besides pytest-benchmark's own: tables, and what they were measured on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _measure import tables
+
+LIBRARIES = ("shardkit", "torch", "transformers", "fairscale", "deepspeed", "accelerate", "lightning-fabric")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("shardkit")
+    group.addoption("--tables", metavar="FILE", help="write the tables to a Markdown file")
+    group.addoption("--repeats", type=int, default=3, help="how often a peak of memory is measured (default: 3)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_load_at_start] = _load()
+    # One thread per rank, whoever starts it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+_load_at_start = pytest.StashKey[str]()
+
+
+@pytest.fixture(scope="session")
+def repeats(request: pytest.FixtureRequest) -> int:
+    """How often a peak of memory is measured."""
+    return int(request.config.getoption("--repeats"))
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    machine_info.pop("node", None)
+    machine_info["load"] = config.stash[_load_at_start]
+    machine_info["versions"] = _versions()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not tables:
+        return
+    text = "\n".join(table.markdown() for table in tables.values())
+    terminalreporter.section("side by side")
+    terminalreporter.write_line(text)
+    if config.getoption("--tables"):
+        Path(config.getoption("--tables")).write_text(f"{_circumstances(config)}\n{text}", encoding="utf-8")
+
+
+def _circumstances(config: pytest.Config) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    command = " ".join(["pytest", *config.invocation_params.args])
+    return (
+        f"Date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d}  \n"
+        f"Machine: {_processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}  \n"
+        f"Versions: {versions}  \n"
+        f"Load average (1, 5, 15 min): {config.stash[_load_at_start]} at the start, {_load()} at the end  \n"
+        f"Command: `OMP_NUM_THREADS=1 {command}`\n"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _load() -> str:
+    return ", ".join(f"{value:.2f}" for value in os.getloadavg())
