@@ -1,4 +1,4 @@
-"""The peak of memory of ``prepare`` and three steps, beside the raw backend at its best settings and at its defaults."""
+"""The peak of memory of ``prepare`` and three steps, over the raw backend at its best settings and its defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCHES = (1, 4)
 MIB = 2**20
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids="batch={}".format)
+@pytest.mark.parametrize("batch", BATCHES, ids="batch-{}".format)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_peak_of_session(benchmark, repeats, strategy, batch):
     """A session holds no more than the loop by hand over the backend at the best settings that were measured."""
@@ -48,7 +48,7 @@ def test_peak_of_session(benchmark, repeats, strategy, batch):
 
 
 @needs_peers
-@pytest.mark.parametrize("batch", BATCHES, ids="batch={}".format)
+@pytest.mark.parametrize("batch", BATCHES, ids="batch-{}".format)
 @pytest.mark.parametrize("peer", PEERS)
 def test_peak_of_peer(benchmark, repeats, peer, batch):
     """What the peers hold on the same data, over the raw loop of DistributedDataParallel at its best settings."""
