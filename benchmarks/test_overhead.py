@@ -70,7 +70,7 @@ def test_session_over_library(benchmark, window, strategy):
         Arm("by hand again", BEST[strategy]),
         Arm("shardkit", session(strategy)),
     ]
-    seconds = _measure(arms, WINDOWS[window], length=25)
+    seconds = _measure(arms, WINDOWS[window], length=10)
     _tell(benchmark, f"libraries, {window}", seconds, "shardkit", strategy=strategy)
     _assert_within(seconds)
 
