@@ -6,10 +6,9 @@ Each builder takes a workload and what a window is, and returns one micro-step a
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,9 @@ class Window:
     accumulate: int = 1
     max_grad_norm: float | None = None
 
+
+LIBRARIES = ("transformers.models.t5.modeling_t5", "fairscale.nn", "deepspeed", "accelerate", "lightning_fabric")
+"""What the loops import, where it is installed."""
 
 Loop = Callable[[Any], None]
 Builder = Callable[[Workload, Window], Loop]
@@ -239,14 +241,6 @@ def _by_hand(
                 (loss(model, batch) / accumulate).backward()
 
     return whole if accumulate == 1 else part
-
-
-def import_libraries() -> None:
-    """Import what any of the loops imports and is installed, so that it counts for none of them."""
-    warnings.simplefilter("ignore")
-    for name in ("transformers.models.t5", "fairscale.nn", "deepspeed", "accelerate", "lightning_fabric"):
-        with suppress(ImportError):
-            importlib.import_module(name)
 
 
 def built(arm: Arm, workload: Workload, window: Window) -> Loop:

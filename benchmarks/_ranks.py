@@ -7,12 +7,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from _loops import Arm, Window, built, import_libraries
+from _loops import LIBRARIES, Arm, Window, built
 from _measure import interleave
-from _memory import fix_allocator, forked, peak, start_peak
+from _memory import fix_allocator, peak, start_peak
 from _workloads import WORKLOADS
 
-from shardkit.testing import run
+from shardkit.testing import preload, run
+
+# By the server that forks ranks, so that an import counts for no arm and takes no time.
+preload(*LIBRARIES)
 
 STEPS = 3
 """Steps of a trial for memory: the state of the optimizer is there from the second on."""
@@ -24,8 +27,11 @@ Peak = tuple[int, float]
 
 def measure_peaks(arms: tuple[Arm, ...], workload: str, batch: int, *, repeats: int) -> dict[str, list[Peak]]:
     """Return what the fuller of two ranks held in each trial: one of each arm, one after the other, again and again."""
-    ranks = run(_trials, arms, workload, batch, repeats, processes=2, timeout=3600)
-    return {arm.name: [max(pair) for pair in zip(*(rank[arm.name] for rank in ranks), strict=True)] for arm in arms}
+    peaks: dict[str, list[Peak]] = {arm.name: [] for arm in arms}
+    for _ in range(repeats):
+        for arm in arms:
+            peaks[arm.name].append(max(run(_trial, arm, workload, batch, processes=2, timeout=600)))
+    return peaks
 
 
 def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
@@ -33,21 +39,9 @@ def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, l
     return run(_blocks, arms, workload, batch, blocks, length, processes=2, timeout=1800)[0]
 
 
-def _trials(arms: tuple[Arm, ...], workload: str, batch: int, repeats: int) -> dict[str, list[Peak]]:
-    import_libraries()
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    peaks: dict[str, list[Peak]] = {arm.name: [] for arm in arms}
-    for repeat in range(repeats):
-        for place, arm in enumerate(arms):
-            # A fork of a rank that has only imported: nothing is left of the trial before, and no time goes to imports.
-            group = dist.PrefixStore(f"{repeat}/{place}", store)
-            peaks[arm.name].append(forked(_trial, arm, workload, batch, group, rank, world_size))
-    return peaks
-
-
-def _trial(arm: Arm, workload: str, batch: int, store: dist.Store, rank: int, world_size: int) -> Peak:
+def _trial(arm: Arm, workload: str, batch: int) -> Peak:
     fix_allocator()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
     _warm_up()
     base = start_peak()
     start = time.perf_counter()
@@ -56,9 +50,7 @@ def _trial(arm: Arm, workload: str, batch: int, store: dist.Store, rank: int, wo
     batches = made.batches(batch)
     for _ in range(STEPS):
         step(next(batches))
-    taken = peak() - base
-    dist.barrier()
-    return taken, time.perf_counter() - start
+    return peak() - base, time.perf_counter() - start
 
 
 def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:

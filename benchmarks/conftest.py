@@ -23,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_load_at_start] = _load()
+    # Of a test that failed before it had anything to report, its own error is enough.
+    config.addinivalue_line("filterwarnings", "ignore:Benchmark fixture was not used at all in this test")
     # One thread per rank, whoever starts it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
