@@ -126,7 +126,12 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
-        lines = [f"### {self.title}", "", _row(self.columns), _row(("---",) * len(self.columns))]
+        lines = [
+            f"### {self.title}",
+            "",
+            _row([column.replace("_", " ") for column in self.columns]),
+            _row(("---",) * len(self.columns)),
+        ]
         return "\n".join([*lines, *map(_row, self.rows), ""])
 
 
@@ -140,4 +145,4 @@ def tell(title: str, **cells: str) -> None:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('_', ' ') for cell in cells)} |"
+    return f"| {' | '.join(cells)} |"

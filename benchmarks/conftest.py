@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _circumstances(config: pytest.Config) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
-    command = " ".join(["pytest", *config.invocation_params.args])
+    command = shlex.join(["pytest", *config.invocation_params.args])
     return (
         f"Date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d}  \n"
         f"Machine: {_processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}  \n"
