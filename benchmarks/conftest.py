@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,22 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if not tables:
-        return
-    text = "\n".join(table.markdown() for table in tables.values())
-    terminalreporter.section("side by side")
-    terminalreporter.write_line(text)
-    if config.getoption("--tables"):
-        Path(config.getoption("--tables")).write_text(f"{_circumstances(config)}\n{text}", encoding="utf-8")
+    if tables:
+        terminalreporter.section("side by side")
+        terminalreporter.write_line(_text())
+
+
+@pytest.fixture(autouse=True)
+def written(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write the tables after each test, so that a run that is broken off leaves what it has."""
+    yield
+    file = request.config.getoption("--tables")
+    if file:
+        Path(file).write_text(f"{_circumstances(request.config)}\n{_text()}", encoding="utf-8")
+
+
+def _text() -> str:
+    return "\n".join(table.markdown() for table in tables.values())
 
 
 def _circumstances(config: pytest.Config) -> str:
