@@ -46,6 +46,12 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["versions"] = _versions()
 
 
+def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
+    # Names of a folder and of a branch say nothing to others; the commit does.
+    for name in ("project", "branch"):
+        commit_info.pop(name, None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if tables:
         terminalreporter.section("side by side")
