@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,6 +248,24 @@ def built(arm: Arm, workload: Workload, window: Window) -> Loop:
     """Return the arm's loop; what the libraries say of each other stays unsaid."""
     warnings.simplefilter("ignore")
     return arm.build(workload, window)
+
+
+def ready(
+    arms: list[Arm], workload: Callable[[], Workload], window: Window, batch: int
+) -> tuple[dict[str, Callable[[], None]], Callable[[str], None]]:
+    """Return each arm's micro-step on a workload of its own, and what to call with an arm's name before it runs."""
+    steps: dict[str, Callable[[], None]] = {}
+    linears = {}
+    for arm in arms:
+        made = workload()
+        steps[arm.name] = partial(built(arm, made, window), next(made.batches(batch)))
+        linears[arm.name] = torch.nn.functional.linear
+
+    def before(name: str) -> None:
+        # DeepSpeed's stage 3 replaces it for the whole process: each arm has the one that it would have alone.
+        torch.nn.functional.linear = linears[name]
+
+    return steps, before
 
 
 # The raw loop for each strategy, at the settings of its library that were measured best for memory.

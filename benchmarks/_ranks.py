@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
-import torch
 import torch.distributed as dist
-from _loops import LIBRARIES, Arm, Window, built
+from _loops import LIBRARIES, Arm, Window, built, ready
 from _measure import interleave
 from _memory import fix_allocator, peak, start_peak
 from _workloads import WORKLOADS
@@ -55,16 +53,7 @@ def _trial(arm: Arm, workload: str, batch: int) -> Peak:
 
 def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:
     dist.init_process_group("gloo")
-    steps, linears = {}, {}
-    for arm in arms:
-        made = WORKLOADS[workload]()
-        steps[arm.name] = partial(built(arm, made, Window()), next(made.batches(batch)))
-        linears[arm.name] = torch.nn.functional.linear
-
-    def before(name: str) -> None:
-        # DeepSpeed's stage 3 replaces it for the whole process: each arm has the one that it would have alone.
-        torch.nn.functional.linear = linears[name]
-
+    steps, before = ready(arms, WORKLOADS[workload], Window(), batch)
     return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier)
 
 

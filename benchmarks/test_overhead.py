@@ -6,11 +6,11 @@ One process that waits for nobody: the time is the processor's, so that what els
 from __future__ import annotations
 
 import time
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
-from _loops import BEST, PEERS, Arm, Window, built, ddp, plain, session
+from _loops import BEST, PEERS, Arm, Window, ddp, plain, ready, session
 from _measure import STRATEGIES, Quartiles, differences, interleave, needs_peers, replayed, report, tell
 from _workloads import linear
 
@@ -106,16 +106,7 @@ def _measure(arms: list[Arm], window: Window, *, length: int) -> dict[str, list[
 def _blocks(arms: list[Arm], window: Window, blocks: int, length: int) -> dict[str, list[float]]:
     """Return seconds per micro-step of each arm in each round. Runs in a process of its own."""
     torch.distributed.init_process_group("gloo")
-    steps, linears = {}, {}
-    for arm in arms:
-        workload = linear()
-        steps[arm.name] = partial(built(arm, workload, window), next(workload.batches(4)))
-        linears[arm.name] = torch.nn.functional.linear
-
-    def before(name: str) -> None:
-        # DeepSpeed's stage 3 replaces it for the whole process: each arm has the one that it would have alone.
-        torch.nn.functional.linear = linears[name]
-
+    steps, before = ready(arms, linear, window, 4)
     return interleave(steps, blocks=blocks, length=length, before=before, clock=time.process_time)
 
 
