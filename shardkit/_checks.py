@@ -102,7 +102,7 @@ def check_loss(loss: Any) -> None:
         raise InputError(
             "the loss has no gradient: it was computed without grad, or from no parameter that requires one"
         )
-    if loss.is_complex() or not loss.is_floating_point():
+    if not loss.is_floating_point():
         raise InputError(f"the loss is a real floating-point number, not {loss.dtype}")
 
 

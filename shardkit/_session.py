@@ -63,7 +63,7 @@ class Session:
         self._forget = forget
         self._accumulate = strategy.accumulate
         self._micro = 0
-        self._losses: list[Tensor] = []
+        self._losses: list[float | Tensor] = []
         self._scale: Tensor | None = None
         self._grad_norm: float | None = None
         self._failed = ""
@@ -126,15 +126,15 @@ class Session:
         check_loss(loss)
         if loss.dim() > 0:
             loss = loss.reshape(())
-        value = loss.detach()
+        # On CPU nothing waits for the number, and it is quicker to have than another tensor.
+        value = loss.item() if loss.is_cpu else loss.detach()
         scale = self._scale
-        if scale is None or scale.dtype != value.dtype or scale.device != value.device:
-            scale = self._scale = torch.tensor(1 / self._accumulate, dtype=value.dtype, device=value.device)
+        if scale is None or scale.dtype is not loss.dtype or scale.device != loss.device:
+            scale = self._scale = torch.tensor(1 / self._accumulate, dtype=loss.dtype, device=loss.device)
         last = self._micro + 1 == self._accumulate
         self._losses.append(value)
-        # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective. Where
-        # nothing waits for the value, a look at it is quicker.
-        gradient = scale if value.is_cpu and isfinite(value.item()) else torch.add(scale, value, alpha=0)
+        # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
+        gradient = scale if isinstance(value, float) and isfinite(value) else scale + 0 * value
         try:
             self._engine.backward(loss, gradient, last=last)
         except BaseException as error:
@@ -320,7 +320,7 @@ class Session:
 
     def _say_nonfinite(self) -> None:
         self.skipped_steps += 1
-        local = [f"{value.item()}" for value in self._losses]
+        local = [f"{float(value)}" for value in self._losses]
         self._losses.clear()
         finite = all(torch.isfinite(torch.tensor(float(value))) for value in local)
         ranks = self._processes.agree(None if finite else ", ".join(local))

@@ -66,7 +66,7 @@ class DDPEngine(Engine):
             average(self._parameters)
 
     def step(self) -> Update:
-        trained = gradients(parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
         norm = None
         # The reducer has averaged the gradients: what this rank sees, all see.
         if self._want_norm:

@@ -1,0 +1,68 @@
+"""What a rank does for a benchmark. Each trial has fresh ranks, two of them, over gloo."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from _loops import LIBRARIES, Arm, Window, built, ready
+from _measure import interleave
+from _memory import fix_allocator, peak, start_peak
+from _workloads import WORKLOADS
+
+from shardkit.testing import preload, run
+
+# By the server that forks ranks, so that an import counts for no arm and takes no time.
+preload(*LIBRARIES)
+
+STEPS = 3
+"""Steps of a trial for memory: the state of the optimizer is there from the second on."""
+
+
+Peak = tuple[int, float]
+"""The most bytes that a rank held above what it held before its model, and the seconds of the trial."""
+
+
+def measure_peaks(arms: tuple[Arm, ...], workload: str, batch: int, *, repeats: int) -> dict[str, list[Peak]]:
+    """Return what the fuller of two ranks held in each trial: one of each arm, one after the other, again and again."""
+    peaks: dict[str, list[Peak]] = {arm.name: [] for arm in arms}
+    for _ in range(repeats):
+        for arm in arms:
+            peaks[arm.name].append(max(run(_trial, arm, workload, batch, processes=2, timeout=600)))
+    return peaks
+
+
+def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
+    """Return seconds per step of each arm in each round, on two ranks that start and end each block together."""
+    return run(_blocks, arms, workload, batch, blocks, length, processes=2, timeout=1800)[0]
+
+
+def _trial(arm: Arm, workload: str, batch: int) -> Peak:
+    fix_allocator()
+    dist.init_process_group("gloo")
+    _warm_up()
+    base = start_peak()
+    start = time.perf_counter()
+    made = WORKLOADS[workload]()
+    step = built(arm, made, Window())
+    batches = made.batches(batch)
+    for _ in range(STEPS):
+        step(next(batches))
+    return peak() - base, time.perf_counter() - start
+
+
+def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:
+    dist.init_process_group("gloo")
+    steps, before = ready(arms, WORKLOADS[workload], Window(), batch)
+    return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier)
+
+
+def _warm_up() -> None:
+    """Load what every arm loads once, such as the code of the kernels, so that it counts for none."""
+    made = WORKLOADS["t5-tiny"]()
+    batch = next(made.batches(1))
+    for _ in range(2):
+        made.loss(made.model, batch).backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    dist.barrier()
