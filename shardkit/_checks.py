@@ -108,27 +108,35 @@ def check_loss(loss: Any) -> None:
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return what must be the same on every rank about what was handed over, in words for an error."""
-    parameters = {
-        name: (tuple(value.shape), str(value.dtype), value.requires_grad) for name, value in model.named_parameters()
-    }
-    buffers = {name: (tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()}
-    facts = {
+    parameters = {name: _described(value) for name, value in model.named_parameters()}
+    buffers = {name: _described(value) for name, value in model.named_buffers()}
+    facts: dict[str, Any] = {
         "class of the model": type(model).__qualname__,
-        "number of parameters": len(parameters),
-        "names, shapes and types of parameters": _digest(parameters),
-        "names, shapes and types of buffers": _digest(buffers),
+        "parameters": parameters,
+        "order of parameters": list(parameters) if len(parameters) < 1000 else _digest(list(parameters)),
+        "buffers": buffers,
         "class of the optimizer": type(optimizer).__qualname__,
     }
     if optimizer is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        groups = [[names.get(id(value)) for value in group["params"]] for group in optimizer.param_groups]
-        settings = [
-            {key: repr(value) for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
-            for group in optimizer.param_groups
-        ]
-        facts["parameter groups of the optimizer"] = _digest(groups)
-        facts["settings of the optimizer"] = settings
+        for index, group in enumerate(optimizer.param_groups):
+            facts[f"parameters of group {index}"] = [names.get(id(value)) for value in group["params"]]
+            facts[f"settings of group {index}"] = settings_of(group)
     return facts
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, str]:
+    """Return a parameter group's settings in words: equal where they are, whatever their types."""
+    return {
+        key: repr(value.tolist() if isinstance(value, Tensor) else value)
+        for key, value in group.items()
+        if key != "params" and not (isinstance(value, Tensor) and value.numel() > 16)
+    }
+
+
+def _described(value: Tensor) -> str:
+    frozen = "" if value.requires_grad or not isinstance(value, nn.Parameter) else ", frozen"
+    return f"{tuple(value.shape)} of {value.dtype}{frozen}"
 
 
 def signature_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:

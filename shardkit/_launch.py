@@ -134,7 +134,10 @@ def _dump(value: Any, what: str) -> bytes:
 
 def _store() -> TCPStore:
     """Return the store at which the ranks meet, held by this process so that its port can't be lost to another."""
-    wanted = int(os.environ.get("MASTER_PORT", "0"))
+    text = os.environ.get("MASTER_PORT", "0")
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise LaunchError(f"MASTER_PORT is a port from 1 to 65535, or unset to have a free one found, not {text!r}")
+    wanted = int(text)
     if wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,10 @@ class _Plan:
 
     def facts(self) -> dict[str, Any]:
         """Return what must be the same on every rank."""
-        return {"strategy": str(self.strategy), **fingerprint(self.module, self.optimizer)}
+        assert self.strategy is not None
+        options = {name: _content(value) for name, value in self.strategy.options.items()}
+        strategy = str(dataclasses.replace(self.strategy, options=options))
+        return {"strategy": strategy, **fingerprint(self.module, self.optimizer)}
 
 
 def _plan(
@@ -91,12 +95,22 @@ def _plan(
     return plan, None
 
 
+def _content(value: Any) -> Any:
+    """Return an option's value; of a file what is in it, since nodes may keep it in other places."""
+    if isinstance(value, str) and Path(value).is_file():
+        return f"a file with digest {hashlib.sha256(Path(value).read_bytes()).hexdigest()[:12]}"
+    return value
+
+
 def _open(plan: _Plan, processes: Processes) -> Session:
     module, optimizer, strategy, backend = plan.module, plan.optimizer, plan.strategy, plan.backend
     assert strategy is not None
     assert backend is not None
     assert plan.device is not None
     signature = signature_of(module, optimizer)
+    for value in module.parameters():
+        # A window starts from nothing: what an earlier backward left would count in the first step.
+        value.grad = None
     if processes.world_size > 1:
         broadcast_module(module)
     engine, failure = None, None

@@ -6,17 +6,16 @@ import atexit
 import itertools
 import os
 import time
+from collections import Counter
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardkit import errors
 from shardkit.errors import MismatchError, ShardkitError, StateError
-
-if TYPE_CHECKING:
-    import torch
 
 RENDEZVOUS_SECONDS = 30
 """How long the ranks wait for each other where all must come, such as at a save."""
@@ -45,7 +44,7 @@ class Processes:
         if self.world_size > 1:
             # Of its own, so that what ranks say to each other about errors never meets a collective of the training.
             self._control = dist.new_group(backend="gloo")
-        self._meetings = 0
+        self._meetings: Counter[str] = Counter()
         self._closed = False
 
     def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
@@ -61,8 +60,17 @@ class Processes:
             raise _joint_error(failed, self.world_size, error)
         return [value for value, _ in told]
 
-    def meet(self, what: str) -> None:
-        """Wait until every rank is here, at most RENDEZVOUS_SECONDS. Collective.
+    def all_equal(self, number: int) -> bool:
+        """Return whether every rank brings the same number, below 2**63. Collective: one all-reduce of 16 bytes."""
+        if self._control is None:
+            return True
+        told = torch.tensor([number, -number])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
+        highest, lowest = told.tolist()
+        return bool(highest == -lowest)
+
+    def meet(self, what: str, seconds: float | None = None) -> None:
+        """Wait until every rank is here, at most RENDEZVOUS_SECONDS unless said otherwise. Collective.
 
         Raises:
             StateError: a rank didn't come: ``what`` was not called on all ranks. The ranks can go on training.
@@ -71,18 +79,19 @@ class Processes:
             return
         # Through the store, not a collective: a collective that timed out would leave its group unusable.
         store = dist.PrefixStore("shardkit/meet", dist.distributed_c10d._get_default_store())
-        keys = [f"{self._meetings}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{what}/{self._meetings[what]}/{rank}" for rank in range(self.world_size)]
+        seconds = RENDEZVOUS_SECONDS if seconds is None else seconds
         store.set(keys[self.rank], "here")
         try:
-            store.wait(keys, timedelta(seconds=RENDEZVOUS_SECONDS))
+            store.wait(keys, timedelta(seconds=seconds))
         except dist.DistStoreError:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             store.delete_key(keys[self.rank])
             raise StateError(
-                f"{what} is collective: call it on all ranks. Rank {self.rank} waited {RENDEZVOUS_SECONDS} s for rank "
+                f"{what} is collective: call it on all ranks. Rank {self.rank} waited {seconds:g} s for rank "
                 f"{', '.join(missing)} of {self.world_size}"
             ) from None
-        self._meetings += 1
+        self._meetings[what] += 1
 
     def close(self) -> None:
         """Leave the groups; destroy those that this module made, once nobody uses them."""
@@ -105,25 +114,37 @@ def expected_world_size() -> int:
     """Return how many ranks there are or will be, from the process group or the launcher's variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 1
+    _check_launcher()
+    return int(os.environ["WORLD_SIZE"])
 
 
 def _initialize(device: str) -> None:
     # Each incarnation has its own keys in the launcher's store: those of a group that was closed would mislead it.
     prefix = f"shardkit/{next(_incarnations)}"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise StateError(
-                f"RANK and WORLD_SIZE are set but {' and '.join(missing)} are not: start the program with torchrun or "
-                "shardkit.launch, or unset them to train in one process"
-            )
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        _check_launcher()
         store, rank, world_size = _launcher_store()
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
     _linger_at_exit()
+
+
+def _check_launcher() -> None:
+    """Raise unless the launcher's variables are all there and make sense: half of them would wait or train alone."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise StateError(
+            f"{', '.join(name for name in names if name in os.environ)} set without {', '.join(missing)}: start the "
+            "program with torchrun or shardkit.launch, or unset them to train in one process"
+        )
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise StateError(f"RANK is from 0 to below WORLD_SIZE: RANK={rank} and WORLD_SIZE={world_size} can't be")
 
 
 @cache
@@ -168,7 +189,15 @@ def same_everywhere(facts: list[dict[str, Any]]) -> None:
     Raises:
         MismatchError: with what each rank brought.
     """
-    for what, first in facts[0].items():
-        if any(fact.get(what) != first for fact in facts):
-            brought = "; ".join(f"rank {rank}: {fact.get(what)}" for rank, fact in enumerate(facts))
-            raise MismatchError(f"the ranks bring different things ({what}): {brought}")
+    for what in {key: None for fact in facts for key in fact}:
+        found = [fact.get(what) for fact in facts]
+        if all(other == found[0] for other in found):
+            continue
+        if all(isinstance(other, dict) for other in found):
+            # The first entry that differs says more than the whole.
+            entries: list[dict[str, Any]] = [dict(other or {}) for other in found]
+            keys = {key: None for entry in entries for key in entry}
+            key = next(key for key in keys if any(entry.get(key) != entries[0].get(key) for entry in entries))
+            what, found = f"{what}, {key}", [entry.get(key) for entry in entries]
+        brought = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(found))
+        raise MismatchError(f"the ranks bring different things ({what}): {brought}")

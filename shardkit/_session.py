@@ -9,11 +9,13 @@ from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from zlib import crc32
 
 import torch
 
 from shardkit import _checkpoint
-from shardkit._checks import check_loss
+from shardkit._checks import check_loss, settings_of
+from shardkit._processes import same_everywhere
 from shardkit._random import get_random_state, set_random_state
 from shardkit.errors import NonFiniteError, StateError
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from shardkit._engine import Engine
     from shardkit._processes import Processes
     from shardkit._strategy import Strategy
+
+
+_ERROR_SECONDS = 5
+"""How long a rank that leaves its session by an error waits for the others to do the same, to close it together."""
 
 
 @final
@@ -149,6 +155,7 @@ class Session:
 
         Raises:
             StateError: there was no ``backward`` since the last step.
+            MismatchError: the optimizer's groups have other settings on another rank; nothing moved.
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
                 ``on_nonfinite="skip"`` the step is left out and returns False instead.
         """
@@ -157,6 +164,7 @@ class Session:
             if self._micro == 0:
                 raise StateError("step without backward: call session.backward(loss) first")
             return False
+        self._require_equal_settings()
         try:
             update = self._engine.step()
         except BaseException as error:
@@ -181,6 +189,7 @@ class Session:
         The tensors are copies. Peak extra memory is one full copy of the model.
         """
         self._require_open()
+        self._processes.meet("full_weights")
         return self._engine.full_weights()
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -199,6 +208,7 @@ class Session:
                 f"gradients are whole between the window's last backward and step: {self._micro} of "
                 f"{self._accumulate} micro-batches are in"
             )
+        self._processes.meet("full_gradients")
         return self._engine.full_gradients()
 
     @contextmanager
@@ -211,6 +221,7 @@ class Session:
         Training modes return as they were.
         """
         self._require_open()
+        self._processes.meet("evaluate")
         training = {part: part.training for part in self.model.modules()}
         self.model.eval()
         try:
@@ -274,10 +285,16 @@ class Session:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
-            # Other ranks may not be here: nothing collective, so that they meet a closed connection and no silence.
-            self._closed = True
-            self._release()
+            return
+        try:
+            # If the error came to all ranks, the module can be given back whole.
+            self._processes.meet("close", _ERROR_SECONDS)
+            self.close()
+        except Exception:
+            # Other ranks aren't here: nothing collective, so that they meet a closed connection and no silence.
+            if not self._closed:
+                self._closed = True
+                self._release()
 
     def __repr__(self) -> str:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
@@ -309,6 +326,15 @@ class Session:
         self._require_usable()
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
+
+    def _require_equal_settings(self) -> None:
+        """Raise unless all ranks have the same settings in the optimizer's groups, such as the learning rate."""
+        if self.world_size == 1:
+            return
+        settings = [settings_of(group) for group in self.optimizer.param_groups]
+        if not self._processes.all_equal(crc32(repr(settings).encode())):
+            facts = {f"settings of group {index} of the optimizer": group for index, group in enumerate(settings)}
+            same_everywhere(self._processes.agree(facts))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()

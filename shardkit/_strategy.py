@@ -146,7 +146,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     read = tomllib.loads if path.suffix == ".toml" else json.loads
     try:
-        values = read(path.read_text(encoding="utf-8"))
+        values = read(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise StrategyError(f"there is no strategy file {str(path)!r}") from None
     except OSError as error:

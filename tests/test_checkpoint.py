@@ -151,7 +151,7 @@ def alone(folder: Path, what: str) -> str:
         told = ""
         if session.rank == 0:
             try:
-                getattr(session, what)(folder)
+                getattr(session, what)(*([folder] if what in ("save", "load") else []))
             except StateError as error:
                 told = str(error)
         step(session, session.model([session.rank + 1]))
@@ -162,7 +162,7 @@ def alone(folder: Path, what: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("what", ["save", "load"])
+@pytest.mark.parametrize("what", ["save", "load", "full_weights"])
 def test_a_call_on_one_rank_only_says_so_and_training_goes_on(tmp_path: Path, what: str) -> None:
     told = run(alone, tmp_path, what)[0]
     assert f"{what} is collective: call it on all ranks. Rank 0 waited 2 s for rank 1 of 2" in told

@@ -93,6 +93,13 @@ def test_a_port_that_the_user_chose_is_used_and_named_when_busy(monkeypatch: pyt
     assert shardkit.launch(lambda: os.environ["MASTER_PORT"], processes=1) == [str(port)]
 
 
+@pytest.mark.parametrize("port", ["abc", "70000", "-1"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(LaunchError, match=f"not '{port}'"):
+        shardkit.launch(trained)
+
+
 def test_four_launches_at_once_all_succeed() -> None:
     script = "import shardkit, os; print(shardkit.launch(lambda: int(os.environ['RANK']), processes=1))"
     running = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,10 @@ def on_rank_1(wrong: Callable[[int], Any], right: Callable[[int], Any]) -> Calla
     return lambda rank: (wrong if rank == 1 else right)(rank)
 
 
+def adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(rate), foreach=False)
+
+
 DIFFERENT = {
     "error on one rank": (
         on_rank_1(BAD["no parameters"][0], given(optimizer=own)),
@@ -121,12 +127,22 @@ DIFFERENT = {
     "shapes": (
         on_rank_1(given(model=lambda: nn.Linear(2, 1), optimizer=own), given(lambda: nn.Linear(3, 1), optimizer=own)),
         "MismatchError",
-        "names, shapes and types of parameters",
+        "(parameters, weight): rank 0: (1, 3) of torch.float32; rank 1: (1, 2) of torch.float32",
+    ),
+    "settings in a tensor": (
+        on_rank_1(given(optimizer=lambda m: adam(m, 0.2)), given(optimizer=lambda m: adam(m, 0.1))),
+        "MismatchError",
+        "(settings of group 0, lr)",
+    ),
+    "frozen": (
+        on_rank_1(given(model=lambda: W(1).requires_grad_(False), optimizer=own), given(optimizer=own)),
+        "MismatchError",
+        "rank 1: (1,) of torch.float32, frozen",
     ),
     "settings": (
         on_rank_1(given(optimizer=lambda m: sgd(m, lr=0.2)), given(optimizer=own)),
         "MismatchError",
-        "settings of the optimizer",
+        "(settings of group 0, lr): rank 0: 0.1; rank 1: 0.2",
     ),
 }
 
@@ -178,8 +194,49 @@ def test_half_of_a_launchers_variables_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = W(1)
-    with pytest.raises(errors.StateError, match="MASTER_ADDR and MASTER_PORT are not"):
+    with pytest.raises(errors.StateError, match="RANK, WORLD_SIZE set without MASTER_ADDR, MASTER_PORT"):
         shardkit.prepare(model, sgd(model), "ddp")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE set without RANK"),
+        ({"RANK": "0"}, "RANK set without WORLD_SIZE"),
+        (
+            {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "RANK=3 and WORLD_SIZE=2 can't be",
+        ),
+    ],
+)
+def test_a_launchers_variables_that_make_no_sense_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = W(1)
+    with pytest.raises(errors.StateError, match=message):
+        shardkit.prepare(model, sgd(model), "ddp")
+
+
+def by_file(folder: Path, same: bool) -> str:
+    """Prepare from files of other places, with the same contents or not."""
+    rank = int(os.environ["RANK"])
+    path = folder / f"rank{rank}.json"
+    path.write_text(json.dumps({"backend": "ddp", "options": {"bucket_cap_mb": 1 if same else rank + 1}}))
+    model = W(1)
+    try:
+        with shardkit.prepare(model, sgd(model), str(path)):
+            return "prepared"
+    except errors.MismatchError as error:
+        return str(error)
+
+
+def test_files_are_compared_by_what_is_in_them(tmp_path: Path) -> None:
+    assert run(by_file, tmp_path, True) == ["prepared", "prepared"]
+    first, second = run(by_file, tmp_path, False)
+    assert first == second
+    assert "bucket_cap_mb=1; rank 1: ddp:bucket_cap_mb=2" in first
 
 
 def draws(strategy: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -51,6 +52,7 @@ class DDPEngine(Engine):
                 self._frozen = [value for value in self._parameters if not value.requires_grad]
                 self._ddp = _wrap(self.model, self._options)
             if self._ddp is not None:
+                loss = _anchored(loss, self._parameters)
                 _expect(self._ddp.reducer, loss)
         try:
             loss.backward(gradient)
@@ -115,6 +117,26 @@ def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | No
         bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
+
+
+def _anchored(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the loss with a parameter in its graph that gets no gradient from there.
+
+    The reducer begins with the first parameter that back-propagation reaches. A loss that depends on none, where a rank
+    found nothing to learn from, would leave the other ranks waiting for this one.
+    """
+    anchor = next((value for value in parameters if value.requires_grad), None)
+    return loss if anchor is None else _Anchor.apply(loss, anchor)  # type: ignore[no-untyped-call]
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _expect(reducer: Any, loss: Tensor) -> None:

@@ -51,6 +51,7 @@ class Stage3Engine(ShardedEngine):
             value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
         ]
         self._whole = False
+        self._reading = False
         self._fetch = self._coordinator.fetch_sub_module
         self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
@@ -59,6 +60,8 @@ class Stage3Engine(ShardedEngine):
         self._wrap("generate", self.gathered)
         # A sharded parameter has no place for a whole one.
         self._wrap("load_state_dict", self._writable)
+        # ``state_dict``, and what calls it, would write down tensors without elements.
+        self._handles += [part.register_state_dict_pre_hook(self._refuse_empty) for part in self.model.modules()]
 
     @property
     def _coordinator(self) -> Any:
@@ -175,15 +178,29 @@ class Stage3Engine(ShardedEngine):
     # What is whole.
 
     def full_weights(self) -> dict[str, Tensor]:
+        if self._whole:
+            return super().full_weights()
         whole: dict[int, Tensor] = {}
         weights = {}
-        for name, value in self.model.state_dict(keep_vars=True).items():
+        self._reading = True
+        try:
+            held = self.model.state_dict(keep_vars=True)
+        finally:
+            self._reading = False
+        for name, value in held.items():
             if id(value) not in whole:
                 # One parameter at a time: the extra memory is the copy that was asked for.
                 with self._gathered([value]):
                     whole[id(value)] = value.detach().cpu().clone()
             weights[name] = whole[id(value)]
         return weights
+
+    def _refuse_empty(self, part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._whole and not self._reading:
+            raise UnsupportedError(
+                "backend 'deepspeed' at stage 3 shards the parameters, and state_dict would find them empty: take "
+                "session.full_weights(), or call it within session.evaluate(), on every rank"
+            )
 
     @contextmanager
     def _gathered(self, values: list[Any]) -> Iterator[None]:

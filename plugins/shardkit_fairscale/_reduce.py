@@ -216,7 +216,10 @@ class ReplicatedReducer:
         self.refresh([])
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        if self._replica is not None:
+        anchor = next((parameter for parameter in self._names if parameter.requires_grad), None)
+        if self._replica is not None and anchor is not None:
+            # The reducer begins with the first parameter that it meets: a loss that depends on none must meet one.
+            loss = _Anchor.apply(loss, anchor)  # type: ignore[no-untyped-call]
             self._replica.reducer.prepare_for_forward()
             _look_for_unused(self._replica.reducer, loss)
         try:
@@ -266,6 +269,18 @@ def _look_for_unused(reducer: Any, loss: Tensor) -> None:
             _Search.remarked = True
         else:
             warnings.warn_explicit(remark.message, remark.category, remark.filename, remark.lineno)
+
+
+class _Anchor(torch.autograd.Function):
+    """Puts a parameter into a loss's graph, which gets no gradient from there."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _Search(torch.autograd.Function):

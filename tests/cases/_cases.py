@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit.errors import InputError, NonFiniteError, ShardkitError, StateError
+from shardkit.errors import InputError, MismatchError, NonFiniteError, ShardkitError, StateError, UnsupportedError
 from tests.cases._models import (
     Prepare,
     Two,
@@ -734,3 +734,66 @@ def a_loss_that_is_not_finite_is_skipped_on_every_rank_when_asked(prepare: Prepa
         after = session.full_weights()
         assert all(torch.equal(before[name], after[name]) for name in before)
         train(session, steps=1, first=1)
+
+
+@case
+def a_loss_on_one_rank_that_depends_on_no_parameter_counts_as_zero(prepare: Prepare, rank: int) -> None:
+    if "stage=3" in prepare.text:
+        return  # ranks must run the same modules there, and its page says so
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    with prepare(model, sgd(model)) as session:
+        for index, expected in enumerate((0.95, 0.75, 0.45)):
+            x = torch.full((1, 3), index + 1.0)
+            nothing = torch.zeros((), requires_grad=True) * 1.0
+            step(session, nothing if rank == 1 and index == 0 else session.model(x).sum())
+            assert_close(session.full_weights()["weight"], torch.full((1, 3), expected))
+
+
+@case
+def gradients_from_before_prepare_do_not_count(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    model([100.0]).backward()
+    with prepare(model, sgd(model)) as session:
+        step(session, session.model([rank + 1]))
+        assert_close(session.full_weights()["w"], [0.85])
+
+
+@case
+def settings_that_part_among_ranks_in_mid_run_are_refused_before_anything_moves(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    with prepare(model, sgd(model)) as session:
+        session.optimizer.param_groups[0]["lr"] = 0.1 / (rank + 1)
+        session.backward(session.model([1.0]))
+        with pytest.raises(MismatchError, match=r"group 0 of the optimizer, lr\): rank 0: 0.1; rank 1: 0.05"):
+            session.step()
+        session.optimizer.param_groups[0]["lr"] = 0.1
+        assert session.step()
+        assert_close(session.full_weights()["w"], [0.9])
+
+
+@case
+def a_session_left_by_an_error_on_every_rank_gives_the_module_back(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    with pytest.raises(ZeroDivisionError), prepare(model, sgd(model)) as session:  # noqa: PT012
+        step(session, session.model([rank + 1]))
+        raise ZeroDivisionError
+    assert_close(model.state_dict()["w"], [0.85])
+    with prepare(model, sgd(model)) as session:
+        step(session, session.model([rank + 1]))
+        assert_close(session.full_weights()["w"], [0.7])
+
+
+@case
+def weights_are_whole_within_evaluation_and_never_empty_without_a_word(prepare: Prepare, rank: int) -> None:
+    model = mlp()
+    with prepare(model, sgd(model)) as session:
+        expected = session.full_weights()
+        with session.evaluate() as module:
+            assert_close(session.full_weights(), expected)
+            assert_close(dict(module.state_dict()), expected)
+        try:
+            assert_close(dict(model.state_dict()), expected)
+            assert_close(dict(model[0].state_dict()), {"weight": expected["0.weight"], "bias": expected["0.bias"]})
+        except UnsupportedError as error:
+            assert "full_weights" in str(error)  # noqa: PT017
