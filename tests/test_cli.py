@@ -165,7 +165,14 @@ def test_an_end_from_outside_leaves_no_process_behind(sent: signal.Signals, tmp_
         "    return dataclasses.replace(mlp.workload(), loss=loss)\n"
     )
     command = [sys.executable, "-m", "shardkit", "compare", "--workload", str(own), "--steps", "1000"]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # A shell starts what runs in its background deaf to Ctrl-C, and so would be what that starts.
+        preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL),
+    )
     try:
         wait_for(lambda: (tmp_path / "begun").exists())
         assert len(of_session(process.pid)) > 1
@@ -178,6 +185,7 @@ def test_an_end_from_outside_leaves_no_process_behind(sent: signal.Signals, tmp_
     finally:
         for left in of_session(process.pid):
             os.kill(left, signal.SIGKILL)
+        process.communicate()
 
 
 def wait_for(condition: object, seconds: float = 60) -> None:
