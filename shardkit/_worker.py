@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -37,5 +39,15 @@ def main(call: Path, result: Path) -> NoReturn:
     os._exit(status)
 
 
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that launched it ends, however that comes about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
 if __name__ == "__main__":
+    die_with_parent()
     main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,38 @@ def test_four_launches_at_once_all_succeed() -> None:
     script = "import shardkit, os; print(shardkit.launch(lambda: int(os.environ['RANK']), processes=1))"
     running = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert [process.communicate(timeout=100)[0].strip() for process in running] == ["[0]"] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a kernel that ends a process with its parent: Linux")
+def test_ranks_end_with_the_program_that_launched_them(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, time, shardkit\n"
+        "def work():\n"
+        f"    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
+        "    time.sleep(100)\n"
+        "shardkit.launch(work, processes=2)\n"
+    )
+    program = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+    finally:
+        program.kill()
+        program.wait()
+    wait_for(lambda: not any(runs(int(path.name)) for path in tmp_path.iterdir()))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in a minute"
+        time.sleep(0.05)
 
 
 SCRIPT = """
