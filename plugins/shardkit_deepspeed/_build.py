@@ -141,8 +141,9 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
             )
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            weight = f"{name}.weight".lstrip(".")
             raise UnsupportedError(
-                f"backend 'deepspeed' averages dense gradients only, and those of {name + '.weight'!r} are sparse: "
+                f"backend 'deepspeed' averages dense gradients only, and those of {weight!r} are sparse: "
                 "build it with sparse=False, or use ddp"
             )
 

@@ -38,7 +38,7 @@ def read_config(path: str) -> dict[str, Any]:
         StrategyError: it is missing, isn't JSON, names a key twice, or holds something else than an object.
     """
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        config = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_doubles)
     except FileNotFoundError:
         raise StrategyError(f"there is no DeepSpeed configuration {path!r}") from None
     except OSError as error:

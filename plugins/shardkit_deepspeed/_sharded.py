@@ -102,11 +102,13 @@ class ShardedEngine(Engine):
 
         return arrived
 
+    @abstractmethod
     def _release(self, index: int) -> None:
-        raise NotImplementedError
+        """Start to average a parameter's gradient: its turn in the order has come."""
 
+    @abstractmethod
     def _arrived_again(self, index: int, name: str) -> None:
-        raise NotImplementedError
+        """Meet a second gradient of one parameter in one backward pass."""
 
     def _zeros(self, index: int) -> None:
         """Give a parameter that has no gradient one of zeros, to average with the other ranks'."""

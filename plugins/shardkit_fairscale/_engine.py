@@ -116,7 +116,7 @@ class FairScaleEngine(Engine):
 def _check_dense(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if getattr(part, "sparse", False) is True and any(p.requires_grad for p in part.parameters(recurse=False)):
+            place = f"{name or 'the module'!r} ({type(part).__name__})"
             raise UnsupportedError(
-                f"backend 'fairscale' can't average the sparse gradients of {name!r} ({type(part).__name__}): give it "
-                "sparse=False"
+                f"backend 'fairscale' can't average the sparse gradients of {place}: give it sparse=False"
             )
