@@ -8,10 +8,11 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeVar
 
+from shardkit._forked import fork
 from shardkit._launch import collect, prepared_call
 
 T = TypeVar("T")
@@ -34,26 +35,9 @@ def run(function: Callable[..., T], *arguments: object, processes: int = 2, time
         LaunchError: a rank failed or the time is up.
     """
     with prepared_call(function, arguments, processes) as (call, results, environments):
-        started = [
-            _Forked(_server().Process(target=_rank, args=(call, result, environment), daemon=True))
-            for result, environment in zip(results, environments, strict=True)
-        ]
+        pairs = zip(results, environments, strict=True)
+        started = fork(_server(), _rank, [(call, result, environment) for result, environment in pairs])
         return collect(started, results, timeout)
-
-
-class _Forked:
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
-        process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
 
 def _rank(call: Path, result: Path, environment: dict[str, str]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import TypeVar
 
+from shardkit._forked import fork
 from shardkit._launch import collect, prepared_call
 from shardkit.tools._server import start
 
@@ -27,34 +27,9 @@ def run(
     """
     server = start(workload)
     with prepared_call(function, arguments, processes) as (call, results, environments):
-        started: list[_Forked] = []
-        try:
-            for result, environment in zip(results, environments, strict=True):
-                started.append(
-                    _Forked(server.Process(target=_rank, args=(call, result, environment, log), daemon=True))
-                )
-        except BaseException:
-            for process in started:
-                process.kill()
-            raise
+        pairs = zip(results, environments, strict=True)
+        started = fork(server, _rank, [(call, result, environment, log) for result, environment in pairs])
         return collect(started, results, timeout)
-
-
-class _Forked:
-    """A forked rank, in the words of ``subprocess.Popen``."""
-
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
-        process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
 
 def _rank(call: Path, result: Path, environment: dict[str, str], log: Path) -> None:
