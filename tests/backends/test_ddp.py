@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shardkit
 from shardkit.testing import run
-from tests.cases._cases import Checkpointed
 from tests.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
+from tests.cases.public import Checkpointed
 
 
 class Branches(nn.Module):

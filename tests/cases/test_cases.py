@@ -13,42 +13,25 @@ import pytest
 
 from shardkit.errors import LaunchError, ShardkitError
 from shardkit.testing import run
-from tests.cases._cases import CASES
 from tests.cases._models import Prepare
+from tests.cases._table import load_cases, refusal
 
-_PIECES = "steps with pieces of parameters, and Lars gives something else on a piece than on the whole tensor"
-
-# What a strategy refuses, by case: the words that its error has on every rank.
-REFUSALS: dict[tuple[str, str], str] = {
-    **{
-        ("c72_a_layer_wise_optimizer_sees_whole_tensors", f"deepspeed:stage={form}"): _PIECES
-        for form in (
-            "1",
-            "2",
-            "3",
-            "1,offload_optimizer=cpu",
-            "2,offload_optimizer=cpu",
-            "3,offload_optimizer=cpu,offload_parameters=cpu",
-        )
-    },
-    ("c43_reentrant_checkpointing_is_right_beside_an_unused_layer", "ddp"): "use_reentrant=False",
-    ("c43_reentrant_checkpointing_is_right_beside_an_unused_layer", "fairscale:shard=optimizer"): "use_reentrant=False",
-}
+CASES = load_cases()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, strategy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The case's value holds under the strategy, or the refusal that the table states."""
     outcomes = _outcomes(strategy, tmp_path_factory.getbasetemp())[name]
-    refusal = REFUSALS.get((name, strategy))
-    if refusal is None:
+    words = refusal(name, strategy)
+    if words is None:
         failures = [f"rank {rank}:\n{outcome['traceback']}" for rank, outcome in enumerate(outcomes) if outcome]
         assert not failures, "\n".join(failures)
     else:
-        assert all(outcomes), f"expected a refusal ({refusal!r}), and nothing was raised on some rank: {outcomes}"
+        assert all(outcomes), f"expected a refusal ({words!r}), and nothing was raised on some rank: {outcomes}"
         assert {outcome["kind"] for outcome in outcomes} == {"UnsupportedError"}, outcomes[0]["traceback"]
         assert len({outcome["message"] for outcome in outcomes}) == 1
-        assert re.search(refusal, outcomes[0]["message"])
+        assert re.search(words, outcomes[0]["message"])
         assert strategy.partition(":")[0] in outcomes[0]["message"]
 
 

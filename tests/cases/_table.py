@@ -1,0 +1,47 @@
+"""The table of cases: each a function that runs on two ranks under every strategy, and where it is refused."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+import tests.cases
+from tests.cases._models import Prepare
+
+Case = Callable[[Prepare, int], None]
+
+_CASES: dict[str, Case] = {}
+_REFUSED: dict[str, dict[str, str]] = {}
+
+
+def case(refused: Mapping[str, str] | None = None) -> Callable[[Case], Case]:
+    """Add a case to the table, under its function's name.
+
+    ``refused`` maps patterns of strategies, such as ``"deepspeed:stage=[123]*"``, to words that the error has there on
+    every rank, as a regular expression. Everywhere else the case holds.
+    """
+
+    def add(function: Case) -> Case:
+        assert function.__name__ not in _CASES
+        _CASES[function.__name__] = function
+        _REFUSED[function.__name__] = dict(refused or {})
+        return function
+
+    return add
+
+
+def refusal(name: str, strategy: str) -> str | None:
+    """Return the words with which a strategy refuses a case; None where the case must hold."""
+    found = [words for pattern, words in _REFUSED[name].items() if fnmatchcase(strategy, pattern)]
+    assert len(found) < 2, f"two patterns for {name} under {strategy}"
+    return found[0] if found else None
+
+
+def load_cases() -> dict[str, Case]:
+    """Return the cases of all modules of this package, by name."""
+    for found in pkgutil.iter_modules(tests.cases.__path__):
+        if not found.name.startswith(("_", "test_")):
+            importlib.import_module(f"tests.cases.{found.name}")
+    return _CASES
