@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,14 +39,34 @@ class Engine(ABC):
     optimizer: Optimizer | None
     """A torch optimizer whose ``param_groups`` are live: what is written there holds from the next step on."""
 
+    lockstep: Literal["window", "backward", "forward"] = "window"
+    """What all ranks must do the same number of times within a window, since it communicates.
+
+    ``"window"``: nothing but the last backward. ``"backward"``: every backward; the session fills in those that a rank
+    lacks, with a loss of zero. ``"forward"``: every call of the module and backward; a rank runs a batch once more.
+    """
+
+    casts_are_cached: bool = True
+    """Whether autocast may keep low-precision copies of the weights while the module's forward runs.
+
+    False where parameters are whole only while their own module runs, for the memory of whole copies.
+    """
+
+    loss_scale: float = 1.0
+    """What the window's losses are multiplied by, beside the window's scale; the session sets it between windows.
+
+    Other than 1 only in precision fp16. The last backward divides the averaged gradients by it, so that ``step`` and
+    ``full_gradients`` see them unscaled; :func:`shardkit.gradients.unscale` does that.
+    """
+
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         """Add the gradient of ``loss`` to the window.
 
-        ``loss`` is a scalar with a graph. ``gradient`` is the scalar to start the back-propagation from: it holds the
-        window's scale (1 / accumulate), and is NaN when the loss is not finite, so that every rank sees it in the
-        gradients. ``last`` marks the window's last micro-batch, whose gradients are averaged over the ranks with all
-        that came before.
+        ``loss`` is a scalar with a graph. ``gradient`` is the scalar to start the back-propagation from: it holds what
+        the micro-batch counts in its window (1 / accumulate, or by weight) times ``loss_scale``, and is NaN when the
+        loss is not finite, so that every rank sees it in the gradients. ``last`` marks the window's last pass, whose
+        gradients are averaged over the ranks with all that came before.
         """
 
     @abstractmethod

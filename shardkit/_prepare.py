@@ -13,6 +13,7 @@ from shardkit._buffers import Buffers, broadcast_module
 from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint, signature_of
 from shardkit._evaluation import EvaluationEngine
 from shardkit._options import typed_options
+from shardkit._precision import check_precision, lower
 from shardkit._processes import Processes, expected_world_size, same_everywhere
 from shardkit._random import seed_everything
 from shardkit._session import Session
@@ -86,6 +87,7 @@ def _plan(
         plan.backend = _registry.describe(plan.strategy.backend)
         plan.options = typed_options(plan.backend, plan.strategy.options)
         check_fit(plan.backend, plan.strategy, plan.device)
+        check_precision(plan.module, plan.strategy.precision, plan.device)
         _registry.require_library(plan.backend)
         _check_unprepared(plan.module)
         if optimizer is not None:
@@ -125,9 +127,16 @@ def _open(plan: _Plan, processes: Processes) -> Session:
     if strategy.seed is not None:
         seed_everything(strategy.seed + processes.rank)
     buffers = Buffers(module) if processes.world_size > 1 else None
+    called = plan.model if engine.model is module else engine.model
+    raise_again = lower(called, strategy.precision, plan.device, cache=engine.casts_are_cached)
     _prepared.add(module)
+
+    def forget() -> None:
+        raise_again()
+        _prepared.discard(module)
+
     return Session(
-        plan.model if engine.model is module else engine.model,
+        called,
         engine,
         strategy,
         backend,
@@ -135,7 +144,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
         buffers,
         signature,
         plan.device,
-        lambda: _prepared.discard(module),
+        forget,
     )
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from pathlib import Path
 from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, final
 from zlib import crc32
 
 import torch
 
 from shardkit import _checkpoint
 from shardkit._checks import check_loss, settings_of
+from shardkit._precision import autocast, make_scaler
 from shardkit._processes import same_everywhere
 from shardkit._random import get_random_state, set_random_state
-from shardkit.errors import NonFiniteError, StateError
+from shardkit._windows import Weight, Windows
+from shardkit.errors import InputError, NonFiniteError, StateError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from shardkit._backend import Backend
     from shardkit._buffers import Buffers
     from shardkit._engine import Engine
+    from shardkit._precision import LossScaler
     from shardkit._processes import Processes
     from shardkit._strategy import Strategy
 
+B = TypeVar("B")
 
 _ERROR_SECONDS = 5
 """How long a rank that leaves its session by an error waits for the others to do the same, to close it together."""
@@ -61,16 +65,27 @@ class Session:
         """Steps that moved the weights."""
         self.skipped_steps: int = 0
         """Steps left out because a loss or gradient wasn't finite."""
+        self.step_was_skipped: bool = False
+        """Whether the last window's step was left out."""
+        self.scaler: LossScaler | None = make_scaler(strategy)
+        """The loss scale of precision fp16, None in others."""
         self._engine = engine
         self._processes = processes
         self._buffers = buffers
         self._signature = signature
         self._device = device
         self._forget = forget
-        self._accumulate = strategy.accumulate
         self._micro = 0
+        # Of this window: how often the user calls backward, how often the engine does, and what each call counts.
+        self._expected = self._passes = strategy.accumulate
+        self._share = 1 / strategy.accumulate
+        self._windows: Windows[Any] | None = None
+        self._in_window = False
+        self._progress: dict[str, Any] | None = None
+        if self.scaler is not None:
+            engine.loss_scale = self.scaler.scale
         self._losses: list[float | Tensor] = []
-        self._scale: Tensor | None = None
+        self._seed: Tensor | None = None
         self._grad_norm: float | None = None
         self._failed = ""
         self._closed = False
@@ -117,16 +132,17 @@ class Session:
         """Back-propagate one micro-batch.
 
         ``loss`` is the mean over this rank's micro-batch, a scalar; it isn't rescaled. The gradients of a window of
-        ``strategy.accumulate`` calls are averaged over calls and ranks.
+        ``strategy.accumulate`` calls are averaged over calls and ranks. Within :meth:`windows` with weights, ``loss``
+        is the sum over the micro-batch.
 
         Raises:
             InputError: the loss is no scalar or has no gradient.
             StateError: the window is complete and waits for ``step``.
         """
         self._require_open()
-        if self._micro == self._accumulate:
+        if self._micro == self._expected:
             raise StateError(
-                f"backward past the window: {self._accumulate} of {self._accumulate} micro-batches are in; "
+                f"backward past the window: {self._expected} of {self._expected} micro-batches are in; "
                 "call session.step() after each session.backward(loss)"
             )
         check_loss(loss)
@@ -134,15 +150,15 @@ class Session:
             loss = loss.reshape(())
         # On CPU nothing waits for the number, and it is quicker to have than another tensor.
         value = loss.item() if loss.is_cpu else loss.detach()
-        scale = self._scale
-        if scale is None or scale.dtype is not loss.dtype or scale.device != loss.device:
-            scale = self._scale = torch.tensor(1 / self._accumulate, dtype=loss.dtype, device=loss.device)
-        last = self._micro + 1 == self._accumulate
+        seed = self._seed
+        if seed is None or seed.dtype is not loss.dtype or seed.device != loss.device:
+            factor = self._share * self._engine.loss_scale
+            seed = self._seed = torch.tensor(factor, dtype=loss.dtype, device=loss.device)
         self._losses.append(value)
         # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
-        gradient = scale if isinstance(value, float) and isfinite(value) else scale + 0 * value
+        gradient = seed if isinstance(value, float) and isfinite(value) else seed + 0 * value
         try:
-            self._engine.backward(loss, gradient, last=last)
+            self._engine.backward(loss, gradient, last=self._micro + 1 == self._passes)
         except BaseException as error:
             self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
             raise
@@ -153,17 +169,22 @@ class Session:
 
         In mid-window it does nothing and returns False.
 
+        A step whose gradient isn't finite on any rank is left out on all: ``step_was_skipped`` is then true, and
+        weights, optimizer state and ``steps`` are as before. In fp16 that is how the loss scale finds its height.
+
         Raises:
             StateError: there was no ``backward`` since the last step.
             MismatchError: the optimizer's groups have other settings on another rank; nothing moved.
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
-                ``on_nonfinite="skip"`` the step is left out and returns False instead.
+                ``on_nonfinite="skip"``, and in fp16 while the loss scale can fall, the step returns False instead.
         """
         self._require_open()
-        if self._micro < self._accumulate:
+        if self._micro < self._expected:
             if self._micro == 0:
                 raise StateError("step without backward: call session.backward(loss) first")
             return False
+        if self._micro < self._passes:
+            self._fill_up()
         self._require_equal_settings()
         try:
             update = self._engine.step()
@@ -171,17 +192,100 @@ class Session:
             self._failed = f"a step failed with {type(error).__name__}"
             raise
         self._micro = 0
+        if self._in_window:
+            self._end_window()
         self._grad_norm = update.grad_norm
+        self.step_was_skipped = not update.applied
         if self._buffers is not None:
             self._buffers.synchronize()
+        answered = self.scaler is not None and self._follow_scale(self.scaler, applied=update.applied)
         if not update.applied:
-            self._say_nonfinite()
+            self._say_nonfinite(answered=answered)
             return False
         self._losses.clear()
         self.steps += 1
         # Schedules of torch warn unless the optimizer's own step has run, and here the backend's may have.
         self._engine.optimizer._opt_called = True  # type: ignore[union-attr]
         return True
+
+    def windows(
+        self, loader: Iterable[B], *, weight: Weight[B] | None = None, uneven: Literal["use", "refuse"] = "use"
+    ) -> Windows[B]:
+        """Return an iterator over a loader's accumulation windows, each of up to ``strategy.accumulate`` micro-batches.
+
+        The last window of a pass may be shorter, on some ranks or on all: each micro-batch of it counts the same, and
+        ranks whose loader has ended take part in the step until all have. ``uneven="refuse"`` raises instead, on every
+        rank, before a window is used in which ranks have different numbers. With ``weight``, a function from a
+        micro-batch to a number such as its tokens, ``backward`` takes *sums* of losses, and a step is that of the sum
+        of all losses over the sum of all weights, of all ranks and micro-batches. A window's batches are taken from
+        the loader before the first is used. Not collective; to iterate is.
+
+        .. code-block:: python
+
+            for window in session.windows(loader, weight=lambda batch: batch["mask"].sum()):
+                for batch in window:
+                    session.backward(summed_loss(session.model, batch))
+                if session.step():
+                    schedule.step()
+
+        Raises:
+            InputError: ``uneven`` is neither of the two.
+            StateError: the session only evaluates.
+        """
+        self._require_open()
+        if uneven not in ("use", "refuse"):
+            raise InputError(f'uneven is "use" or "refuse", not {uneven!r}')
+        carried = self._progress
+        if carried is None and self._windows is not None:
+            carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
+        optimizer = self.optimizer  # raises where there is none
+        assert optimizer is not None
+        self._windows = Windows(
+            loader,
+            weight,
+            uneven,
+            self.strategy.accumulate,
+            self._engine,
+            self._processes,
+            self._device,
+            self._begin_window,
+            lambda: self._micro == 0 and not self._in_window,
+            carried,
+        )
+        return self._windows
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations run in the strategy's precision; without effect in fp32. Not collective.
+
+        The module's forward has it already, and gives its results in float32. This is for what is computed outside of
+        it, and for parts of the module that are called by themselves.
+        """
+        return autocast(self.strategy.precision, self._device)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values of all ranks joined along the first dimension, in order of rank, on every rank.
+
+        For metrics: ``values`` may have another length on each rank, 0 too, so that none need be padded. They travel
+        through host memory. ``rank`` and ``world_size`` share out the work: ``data[session.rank::session.world_size]``.
+
+        Raises:
+            InputError: it is no tensor of at least one dimension, or the ranks' have different types or widths.
+            StateError: the call isn't made on all ranks within 30 s.
+        """
+        self._require_usable()
+        self._processes.meet("gather")
+        wrong = None
+        if not isinstance(values, torch.Tensor) or values.dim() == 0:
+            wrong = InputError(
+                "gather takes a tensor of at least one dimension, not "
+                + ("a 0-dim tensor" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}")
+            )
+        told = self._processes.agree(None if wrong else values.detach().cpu(), wrong)
+        kinds = {(str(part.dtype), tuple(part.shape[1:])) for part in told}
+        if len(kinds) > 1:
+            listed = "; ".join(f"rank {rank}: {part.dtype} {tuple(part.shape)}" for rank, part in enumerate(told))
+            raise InputError(f"the ranks' values differ in type, or in more than their first dimension: {listed}")
+        return torch.cat(told).to(values.device)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the unsharded weights and buffers, by the names of the module's ``state_dict``, on CPU, on every rank.
@@ -203,12 +307,14 @@ class Session:
             StateError: the window isn't complete.
         """
         self._require_open()
-        if self._micro < self._accumulate:
+        if self._micro < self._expected or not self._expected:
             raise StateError(
                 f"gradients are whole between the window's last backward and step: {self._micro} of "
-                f"{self._accumulate} micro-batches are in"
+                f"{self._expected} micro-batches are in"
             )
         self._processes.meet("full_gradients")
+        if self._micro < self._passes:
+            self._fill_up()
         return self._engine.full_gradients()
 
     @contextmanager
@@ -261,6 +367,14 @@ class Session:
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self._micro, self._failed, self._grad_norm = 0, "", state["grad_norm"]
         self._losses.clear()
+        if self._in_window:
+            self._end_window()
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+            self._engine.loss_scale, self._seed = self.scaler.scale, None
+        self._progress = state["windows"]
+        if self._windows is not None and self._progress is not None:
+            self._windows.load_state_dict(self._progress)
         set_random_state(state["random"], self._device)
 
     def close(self) -> None:
@@ -315,6 +429,8 @@ class Session:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "grad_norm": self._grad_norm,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "windows": self._progress if self._windows is None else self._windows.state_dict(),
             "random": get_random_state(self._device),
         }
 
@@ -327,36 +443,80 @@ class Session:
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
 
+    def _begin_window(self, expected: int, passes: int, share: float) -> Callable[[], None]:
+        """Take up a window of ``windows``; return what makes the micro-batches that follow count nothing."""
+        self._expected, self._passes, self._in_window = expected, passes, True
+        self._set_share(share)
+        return lambda: self._set_share(0.0)
+
+    def _end_window(self) -> None:
+        self._expected = self._passes = self.strategy.accumulate
+        self._in_window = False
+        self._set_share(1 / self.strategy.accumulate)
+        self._progress = None
+        if self._windows is not None:
+            self._windows.completed()
+
+    def _set_share(self, share: float) -> None:
+        if share != self._share:
+            self._share, self._seed = share, None
+
+    def _fill_up(self) -> None:
+        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
+        try:
+            while self._micro < self._passes:
+                nothing = torch.zeros((), device=self._device, requires_grad=True)
+                zero = torch.zeros((), device=self._device)
+                self._engine.backward(nothing, zero, last=self._micro + 1 == self._passes)
+                self._micro += 1
+        except BaseException as error:
+            self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
+            raise
+
+    def _follow_scale(self, scaler: LossScaler, *, applied: bool) -> bool:
+        """Let the loss scale follow a step; return whether it had room to."""
+        had_room = scaler.update(applied=applied)
+        if scaler.scale != self._engine.loss_scale:
+            self._engine.loss_scale, self._seed = scaler.scale, None
+        return had_room
+
     def _require_equal_settings(self) -> None:
         """Raise unless all ranks have the same settings in the optimizer's groups, such as the learning rate."""
         if self.world_size == 1:
             return
         settings = [settings_of(group) for group in self.optimizer.param_groups]
-        if not self._processes.all_equal(crc32(repr(settings).encode())):
-            facts = {f"settings of group {index} of the optimizer": group for index, group in enumerate(settings)}
+        scale = self._engine.loss_scale
+        if not self._processes.all_equal(crc32(repr((settings, scale)).encode())):
+            facts: dict[str, Any] = {"loss scale": scale}
+            facts |= {f"settings of group {index} of the optimizer": group for index, group in enumerate(settings)}
             same_everywhere(self._processes.agree(facts))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()
         if self._micro:
             raise StateError(
-                f"{what} in mid-window would lose the gradients of {self._micro} of {self._accumulate} micro-batches: "
+                f"{what} in mid-window would lose the gradients of {self._micro} of {self._expected} micro-batches: "
                 f"call it after session.step() has returned True"
             )
 
-    def _say_nonfinite(self) -> None:
+    def _say_nonfinite(self, *, answered: bool) -> None:
+        """Tell of a step that was left out; ``answered`` if a lower loss scale may be the cure."""
         self.skipped_steps += 1
         local = [f"{float(value)}" for value in self._losses]
         self._losses.clear()
         finite = all(torch.isfinite(torch.tensor(float(value))) for value in local)
         ranks = self._processes.agree(None if finite else ", ".join(local))
         losses = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(ranks) if text is not None)
+        if answered and not losses:
+            return
         cause = f"a loss is not finite ({losses})" if losses else "the losses are finite, but a gradient is not"
         message = (
             f"step {self.steps + self.skipped_steps} under {self.backend.name!r} was left out on every rank: {cause}; "
             "weights and optimizer are as before it"
         )
-        if self.strategy.on_nonfinite == "raise":
+        if self.scaler is not None:
+            message += f", the loss scale is {self.scaler.scale:g}"
+        if self.strategy.on_nonfinite == "raise" and not answered:
             raise NonFiniteError(message + '. Strategy(on_nonfinite="skip") goes on instead')
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 

@@ -24,10 +24,14 @@ class Strategy:
     ``backend`` is the name of an installed backend, and ``options`` are its own (``shardkit backends NAME`` lists
     them). ``accumulate`` micro-batches make one step. ``max_grad_norm`` clips the global L2 norm of the averaged
     gradient, once per step. ``track_grad_norm`` makes ``session.grad_norm`` available without clipping.
-    ``precision`` is ``"fp32"``, ``"bf16"`` or ``"fp16"``, where the backend declares it. ``seed`` seeds Python's,
+    ``precision`` is ``"fp32"``, ``"bf16"`` or ``"fp16"``, where the backend declares it: weights, gradients and
+    optimizer state are float32 in each, and the module's forward runs in autocast. An fp16 loss is multiplied by
+    ``loss_scale``, which halves when a gradient of any rank overflows (the step is skipped) and doubles after
+    ``loss_scale_window`` steps without. ``seed`` seeds Python's,
     NumPy's and torch's generators at ``prepare`` with ``seed + rank``, so that ranks draw different dropout masks.
     ``on_nonfinite`` says what a step does when a loss or gradient of any rank is infinite or NaN: ``"raise"`` an error
-    on every rank, or ``"skip"`` the step on every rank; the weights stay as they were in both.
+    on every rank, or ``"skip"`` the step on every rank; the weights stay as they were in both. In fp16 it holds once
+    the loss scale can't fall any further.
 
     Raises:
         StrategyError: a field is out of range or of another type.
@@ -38,6 +42,8 @@ class Strategy:
     max_grad_norm: float | None = field(default=None, kw_only=True)
     track_grad_norm: bool = field(default=False, kw_only=True)
     precision: str = field(default="fp32", kw_only=True)
+    loss_scale: float = field(default=2.0**16, kw_only=True)
+    loss_scale_window: int = field(default=2000, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
     on_nonfinite: str = field(default="raise", kw_only=True)
     options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
@@ -60,6 +66,10 @@ class Strategy:
             )
         if self.precision not in _PRECISIONS:
             raise StrategyError(f"strategy field 'precision' is one of {_PRECISIONS}, not {self.precision!r}")
+        if not (self.loss_scale >= 1 and math.isfinite(self.loss_scale)):
+            raise StrategyError(f"strategy field 'loss_scale' is finite and at least 1, not {self.loss_scale}")
+        if self.loss_scale_window < 1:
+            raise StrategyError(f"strategy field 'loss_scale_window' is at least 1 step, not {self.loss_scale_window}")
         if self.on_nonfinite not in _NONFINITE:
             raise StrategyError(f"strategy field 'on_nonfinite' is one of {_NONFINITE}, not {self.on_nonfinite!r}")
         if self.seed is not None and not 0 <= self.seed < 2**32 - 2**16:

@@ -38,6 +38,12 @@ def all_finite(values: list[Tensor]) -> bool:
     return True
 
 
+def unscale(values: list[Tensor], scale: float) -> None:
+    """Divide these tensors by a loss scale, in place."""
+    if values and scale != 1.0:
+        torch._foreach_mul_(values, 1 / scale)
+
+
 def norms(values: list[Tensor]) -> Tensor:
     """Return the L2 norm of each of these tensors, in one tensor.
 

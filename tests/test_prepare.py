@@ -64,10 +64,10 @@ BAD = {
     "bad norm": (given(strategy="ddp:max_grad_norm=0", optimizer=own), "StrategyError", "above 0"),
     "no strategy": (given(strategy=3, optimizer=own), "StrategyError", "not a int"),
     "missing file": (given(strategy="none.json", optimizer=own), "StrategyError", "no strategy file"),
-    "precision": (
-        given(strategy="ddp:precision=bf16", optimizer=own),
-        "UnsupportedError",
-        "trains in fp32, not in bf16",
+    "precision of the weights": (
+        given(model=lambda: W(1).double(), strategy="ddp:precision=bf16", optimizer=own),
+        "InputError",
+        "'w' is torch.float64: convert the model with model.float()",
     ),
     "no module": (given(model="model"), "InputError", "not a str"),
     "no parameters": (given(model=nn.ReLU), "InputError", "has no parameters"),

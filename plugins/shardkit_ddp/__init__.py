@@ -19,6 +19,7 @@ def shardkit_describe() -> Backend:
         summary="torch's DistributedDataParallel",
         variants=(Variant(strategy="ddp", summary="shards nothing; gradients are averaged during backward"),),
         devices=frozenset({"cpu", "cuda"}),
+        precisions=frozenset({"fp32", "bf16", "fp16"}),
         options=DDPOptions,
     )
 

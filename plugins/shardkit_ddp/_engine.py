@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite, gradients, total_norm
+from shardkit.gradients import all_finite, gradients, total_norm, unscale
 from shardkit_ddp._average import average
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class DDPEngine(Engine):
             ) from error
         if last and self._distributed and not self._options.overlap:
             average(self._parameters)
+        if last and self.loss_scale != 1.0:
+            unscale(gradients(self._parameters), self.loss_scale)
 
     def step(self) -> Update:
         trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])

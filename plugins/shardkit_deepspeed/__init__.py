@@ -51,7 +51,7 @@ def shardkit_describe() -> Backend:
         requires="deepspeed>=0.19.8",
         install='pip install "shardkit[deepspeed]"',
         devices=frozenset({"cpu", "cuda"}),
-        precisions=frozenset({"fp32"}),
+        precisions=frozenset({"fp32", "bf16", "fp16"}),
         options=DeepSpeedOptions,
         config_keys=TOP_LEVEL,
     )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine
@@ -27,6 +26,7 @@ class PartitionEngine(ShardedEngine):
         super().__init__(*args)
         self._restore = restore
         self.stage = 2 if self._zero.partition_gradients else 1
+        self.lockstep = "backward" if self.stage == 2 else "window"
         self._zero.scaled_global_norm = lambda norm_type=2: self._norm_tensor()
         if self.stage == 2:
             self._handles += [
@@ -87,6 +87,8 @@ class PartitionEngine(ShardedEngine):
             self._order.finish(self._release, self._zeros)
             zero.overlapping_partition_gradients_reduce_epilogue()
         self._refuse_thawed()
+        if last:
+            self._unscale()
 
     def _average_all(self) -> None:
         for index, value in enumerate(self._params):
@@ -113,9 +115,6 @@ class PartitionEngine(ShardedEngine):
         if zero.cpu_offload:
             return [master.grad for master in zero.single_partition_of_fp32_groups]
         return [piece for group in range(len(zero.bit16_groups)) for piece in zero.averaged_gradients[group]]
-
-    def _squared_norm(self) -> Tensor:
-        return norms(self._local_gradients()).double().square_().sum()
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite, total_norm
+from shardkit.gradients import all_finite, gradients, total_norm, unscale
 from shardkit_deepspeed._restore import Restore
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ class ReplicatedEngine(Engine):
         loss.backward(gradient)
         if last and self._world_size > 1:
             self._average()
+        if last and self.loss_scale != 1.0:
+            unscale(gradients(self._params), self.loss_scale)
 
     def _average(self) -> None:
         absent: list[tuple[int, nn.Parameter]] = []
-        gradients: list[Tensor] = []
+        held: list[Tensor] = []
         for index, value in enumerate(self._params):
             if value.grad is None:
                 absent.append((index, value))
@@ -67,16 +69,16 @@ class ReplicatedEngine(Engine):
                     f"backend 'deepspeed' averages dense gradients only, and that of {self._names[id(value)]!r} is "
                     "sparse: build the embedding with sparse=False"
                 )
-            gradients.append(value.grad)
+            held.append(value.grad)
         # It travels with the gradients: which of them are anybody's at all.
-        present = torch.ones(len(self._params), dtype=gradients[0].dtype, device=gradients[0].device)
+        present = torch.ones(len(self._params), dtype=held[0].dtype, device=held[0].device)
         for index, _ in absent:
             present[index] = 0
-        self._library._reduce_non_expert_gradients([*gradients, present], self._bucket_size)
+        self._library._reduce_non_expert_gradients([*held, present], self._bucket_size)
         if absent:
-            held = present.tolist()
+            anywhere = present.tolist()
             for index, value in absent:
-                if not held[index]:
+                if not anywhere[index]:
                     value.grad = None
 
     def step(self) -> Update:
@@ -85,16 +87,16 @@ class ReplicatedEngine(Engine):
             own.update(live)
             own["params"] = parameters
         trained = [value for value in self._params if value.grad is not None]
-        gradients = [value.grad for value in trained if value.grad is not None]
+        averaged = gradients(trained)
         norm = None
         if self._want_norm:
-            total = total_norm(gradients)
+            total = total_norm(averaged)
             norm = total.item()
             applied = norm - norm == 0.0
             if applied and self._max_norm is not None:
                 clip_grads_with_norm_(trained, self._max_norm, total)
         else:
-            applied = all_finite(gradients)
+            applied = all_finite(averaged)
         if applied:
             for hook in self.optimizer._optimizer_step_pre_hooks.values():
                 hook(self.optimizer, (), {})

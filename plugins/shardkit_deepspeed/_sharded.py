@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import CheckpointError, UnsupportedError
+from shardkit.gradients import norms, unscale
 from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
 from shardkit_deepspeed._order import Order
 
@@ -81,8 +82,8 @@ class ShardedEngine(Engine):
         """Return the averaged gradient of each of this rank's fragments, between the last backward and step."""
 
     @abstractmethod
-    def _squared_norm(self) -> Tensor:
-        """Return the sum of squares of the averaged gradients that this rank holds."""
+    def _local_gradients(self) -> list[Tensor]:
+        """Return the averaged gradients that this rank holds, in pieces of any kind."""
 
     @abstractmethod
     def _drop_gradients(self) -> None:
@@ -110,6 +111,10 @@ class ShardedEngine(Engine):
     def _arrived_again(self, index: int, name: str) -> None:
         """Meet a second gradient of one parameter in one backward pass."""
 
+    def _unscale(self) -> None:
+        if self.loss_scale != 1.0:
+            unscale(self._local_gradients(), self.loss_scale)
+
     def _zeros(self, index: int) -> None:
         """Give a parameter that has no gradient one of zeros, to average with the other ranks'."""
         value = self._params[index]
@@ -132,7 +137,7 @@ class ShardedEngine(Engine):
         if self._settled is not None:
             return self._settled[0]
         some_absent = 0 in self._seen
-        squared = self._squared_norm()
+        squared = norms(self._local_gradients()).double().square_().sum()
         if self._world_size == 1:
             total, absent = squared.item(), some_absent
         else:

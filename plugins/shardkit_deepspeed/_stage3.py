@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
@@ -32,6 +31,8 @@ class Stage3Engine(ShardedEngine):
     """Over DeepSpeed's optimizer for stage 3, which hooks into the user's own module."""
 
     stage = 3
+    lockstep = "forward"
+    casts_are_cached = False
 
     def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
         global _open
@@ -123,6 +124,8 @@ class Stage3Engine(ShardedEngine):
         self._refuse_thawed()
         for value in self._others:
             value.grad = None
+        if last:
+            self._unscale()
 
     def _release(self, index: int) -> None:
         value: Any = self._params[index]
@@ -146,12 +149,11 @@ class Stage3Engine(ShardedEngine):
     def _arrived_again(self, index: int, name: str) -> None:
         self._again.add(index)
 
-    def _squared_norm(self) -> Tensor:
+    def _local_gradients(self) -> list[Tensor]:
         zero = self._zero
-        held = [zero.grad_partitions_flat_buffer]
         if zero.offload_optimizer:
-            held = [master.grad for master in zero.fp32_partitioned_groups_flat]
-        return norms(held).double().square_().sum()
+            return [master.grad for master in zero.fp32_partitioned_groups_flat]
+        return [zero.grad_partitions_flat_buffer]
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero

@@ -52,6 +52,7 @@ def shardkit_describe() -> Backend:
         requires="fairscale>=0.4.13",
         install='pip install "shardkit[fairscale]"',
         devices=frozenset({"cpu", "cuda"}),
+        precisions=frozenset({"fp32", "bf16", "fp16"}),
         options=FairScaleOptions,
         variants=(
             Variant(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import ShardkitError, UnsupportedError
+from shardkit.gradients import gradients, unscale
 from shardkit_fairscale._agreement import raise_together
 from shardkit_fairscale._reduce import Reducer, ReplicatedReducer, ShardedReducer
 from shardkit_fairscale._shard import Shard
@@ -54,6 +55,8 @@ class FairScaleEngine(Engine):
             self._reducer.backward(loss, gradient)
         else:
             loss.backward(gradient)
+        if last and self.loss_scale != 1.0:
+            unscale(gradients(self._parameters), self.loss_scale)
 
     def step(self) -> Update:
         window = self._settle()
@@ -66,15 +69,15 @@ class FairScaleEngine(Engine):
         return Update(applied=window.finite, grad_norm=norm)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        gradients = {}
+        whole_gradients = {}
         for parameter in self._settle().used:
             owner = self._shard.owner(parameter)
             mine = parameter.grad if owner == self._rank else None
             whole = torch.empty_like(parameter) if mine is None else mine
             if self._reducer is not None:
                 dist.broadcast(whole.detach(), src=owner)
-            gradients[self._names[parameter]] = whole.detach().cpu().clone()
-        return gradients
+            whole_gradients[self._names[parameter]] = whole.detach().cpu().clone()
+        return whole_gradients
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": self.model.state_dict(), "optimizer": self._shard.state_dict()}

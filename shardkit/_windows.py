@@ -1,0 +1,220 @@
+"""Accumulation windows over a loader: what each rank brings to a step, and what every micro-batch counts in it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
+
+from shardkit._random import get_random_state, set_random_state
+from shardkit.errors import InputError, MismatchError, StateError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from shardkit._engine import Engine
+    from shardkit._processes import Processes
+
+B = TypeVar("B")
+
+Weight = Callable[[B], "float | int | Tensor"]
+
+
+@final
+class Window(Generic[B]):
+    """The micro-batches of one step on this rank; iterate over them.
+
+    Under a strategy whose ranks must all run the module at once, a rank that has fewer of them than others runs its
+    last one again: ``filling`` is true meanwhile, and the loss counts nothing.
+    """
+
+    def __init__(self, batches: list[B], fillers: list[B], weight: float, counts: list[int]) -> None:
+        self.batches = batches
+        """What this rank has, each counted once; may be empty."""
+        self.weight = weight
+        """The sum of the weights of all ranks; without weights the number of micro-batches of all ranks."""
+        self.counts = counts
+        """How many micro-batches each rank has, by rank."""
+        self.filling = False
+        self._fillers = fillers
+        self._discount: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        """Return how many micro-batches this rank has of its own."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[B]:
+        yield from self.batches
+        for batch in self._fillers:
+            self.filling = True
+            self._discount()
+            yield batch
+        self.filling = False
+
+
+@final
+class Windows(Generic[B]):
+    """The windows of a loader, one pass for each time that it is iterated. Collective: all ranks iterate together.
+
+    ``session.windows`` makes it. ``epoch`` counts complete passes and ``position`` the micro-batches of this pass that
+    went into steps on this rank. Both are part of a checkpoint: after ``session.load`` the next pass goes on behind the
+    last step, with the order that a shuffling loader had drawn.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[B],
+        weight: Weight[B] | None,
+        uneven: Literal["use", "refuse"],
+        accumulate: int,
+        engine: Engine,
+        processes: Processes,
+        device: torch.device,
+        begin: Callable[[int, int, float], Callable[[], None]],
+        stepped: Callable[[], bool],
+        state: dict[str, Any] | None,
+    ) -> None:
+        self.epoch = 0
+        self.position = 0
+        self._loader = loader
+        self._weight = weight
+        self._uneven = uneven
+        self._accumulate = accumulate
+        self._engine = engine
+        self._processes = processes
+        self._device = device
+        self._begin = begin
+        self._stepped = stepped
+        self._random: dict[str, Any] | None = None
+        self._resumed = False
+        self._pass = 0
+        self._pending = 0
+        if state is not None:
+            self.load_state_dict(state)
+
+    def __len__(self) -> int:
+        """Return how many windows this rank's loader makes in a whole pass, where the loader has a length."""
+        return -(-len(self._loader) // self._accumulate)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Window[B]]:
+        """Start a pass. Collective, as is each of its windows.
+
+        Raises:
+            InputError: a weight isn't a number from 0 on, or all weights of a window are 0.
+            MismatchError: the ranks have different numbers of micro-batches, and ``uneven`` is ``"refuse"``; or one has
+                none at all where it must run the module.
+            StateError: a window was left before its step.
+        """
+        self._pass += 1
+        turn = self._pass
+        batches, last = self._start()
+        while True:
+            taken, weights, failure = self._take(batches)
+            last = taken[-1:] or last
+            counts, total = self._exchange(len(taken), math.fsum(weights), bool(last), failure)
+            if not any(counts):
+                break
+            yield self._window(taken, last, counts, total)
+            if turn != self._pass:
+                raise StateError("this pass over the windows is over: another one was started, or a checkpoint loaded")
+        self.epoch, self.position, self._random = self.epoch + 1, 0, None
+
+    def completed(self) -> None:
+        """Take note that the window's step was made, or left out for a gradient that isn't finite."""
+        self.position, self._pending = self.position + self._pending, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, "random": self._random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position, self._random = state["epoch"], state["position"], state["random"]
+        self._resumed = True
+        self._pass += 1
+
+    def _start(self) -> tuple[Iterator[B], list[B]]:
+        """Return the loader's batches behind the position, and the last one before it, if there was one."""
+        resumed, self._resumed = self._resumed, False
+        if not (resumed and self._random is not None):
+            self.position = 0
+            self._random = get_random_state(self._device)
+            return iter(self._loader), []
+        # A loader that shuffles draws its order when it is started: from the state that it had then.
+        now = get_random_state(self._device)
+        set_random_state(self._random, self._device)
+        batches = iter(self._loader)
+        last: list[B] = []
+        for batch in itertools.islice(batches, self.position):
+            last = [batch]
+        set_random_state(now, self._device)
+        return batches, last
+
+    def _take(self, batches: Iterator[B]) -> tuple[list[B], list[float], Exception | None]:
+        """Return the next window's batches and their weights, and what went wrong on this rank."""
+        taken: list[B] = []
+        weights: list[float] = []
+        try:
+            if not self._stepped():
+                raise StateError(
+                    "the next window was asked for before the step of this one: call session.backward(loss) for each "
+                    "of its micro-batches, and session.step()"
+                )
+            for batch in itertools.islice(batches, self._accumulate):
+                taken.append(batch)
+                weights.append(1.0 if self._weight is None else _number(self._weight(batch)))
+        except Exception as error:
+            return [], [], error
+        return taken, weights, None
+
+    def _exchange(
+        self, count: int, weight: float, has_batch: bool, failure: Exception | None
+    ) -> tuple[list[int], float]:
+        """Return each rank's number of micro-batches and the sum of all weights. Collective."""
+        told = self._processes.numbers([count, weight, has_batch, failure is not None])
+        if any(failed for *_, failed in told):
+            self._processes.agree(None, failure)
+        counts = [int(number) for number, *_ in told]
+        total = math.fsum(weight for _, weight, *_ in told)
+        listed = "; ".join(f"rank {rank}: {number}" for rank, number in enumerate(counts))
+        if len(set(counts)) > 1:
+            if self._uneven == "refuse":
+                raise MismatchError(
+                    f"the ranks have different numbers of micro-batches for this window ({listed}), and none of them "
+                    'was used: give all ranks the same number, or ask for windows(..., uneven="use")'
+                )
+            if self._engine.lockstep == "forward" and not all(has for _, _, has, _ in told):
+                raise MismatchError(
+                    "this strategy runs the module on all ranks at once, and a rank has no micro-batch at all to run "
+                    f"it with ({listed}): give each rank at least one"
+                )
+        if any(counts) and not total > 0:
+            raise InputError(
+                f"all weights of this window are 0, on every rank ({listed} micro-batches): there is nothing to "
+                "average over; leave such batches out of the loader"
+            )
+        return counts, total
+
+    def _window(self, taken: list[B], last: list[B], counts: list[int], total: float) -> Window[B]:
+        most = max(counts)
+        fillers: list[B] = []
+        passes = max(len(taken), 1)
+        if self._engine.lockstep == "backward":
+            passes = most
+        elif self._engine.lockstep == "forward":
+            fillers, passes = last * (most - len(taken)), most
+        window = Window(taken, fillers, total, counts)
+        self._pending = len(taken)
+        # The engine averages over ranks: times their number it is the sum.
+        window._discount = self._begin(len(taken) + len(fillers), passes, len(counts) / total)
+        return window
+
+
+def _number(weight: float | int | Tensor) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"the weight of a micro-batch is one number, not {weight!r}") from error
+    if not (number >= 0 and math.isfinite(number)):
+        raise InputError(f"the weight of a micro-batch is finite and at least 0, not {number}")
+    return number
