@@ -20,7 +20,7 @@ from shardkit._guard import guard, unguard
 from shardkit._precision import autocast, make_scaler
 from shardkit._processes import cause_of_nonfinite, joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
-from shardkit._windows import Weight, Windows
+from shardkit._windows import Training, Weight, Windows
 from shardkit.errors import InputError, NonFiniteError, StateError
 
 if TYPE_CHECKING:
@@ -235,25 +235,16 @@ class Session:
             StateError: the session only evaluates.
         """
         self._require_open()
+        _ = self.optimizer  # raises where there is none
         if uneven not in ("use", "refuse"):
             raise InputError(f'uneven is "use" or "refuse", not {uneven!r}')
         carried = self._progress
         if carried is None and self._windows is not None:
             carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
-        optimizer = self.optimizer  # raises where there is none
-        assert optimizer is not None
-        self._windows = Windows(
-            loader,
-            weight,
-            uneven,
-            self.strategy.accumulate,
-            self._engine,
-            self._processes,
-            self._device,
-            self._begin_window,
-            lambda: self._micro == 0 and not self._in_window,
-            carried,
+        training = Training(
+            self.strategy.accumulate, self._engine, self._processes, self._device, self._begin_window, self._is_between
         )
+        self._windows = Windows(loader, weight, uneven, training, carried)
         return self._windows
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -425,6 +416,9 @@ class Session:
         self._require_usable()
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
+
+    def _is_between(self) -> bool:
+        return self._micro == 0 and not self._in_window
 
     def _begin_window(self, expected: int, passes: int, share: float) -> Callable[[], None]:
         """Take up a window of ``windows``; return what makes the micro-batches that follow count nothing."""
