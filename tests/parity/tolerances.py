@@ -20,3 +20,10 @@ LOSS = 1e-6
 GRAD_NORM = 1e-6
 GRADIENT = 5e-6
 WEIGHT = 1e-5
+
+LOW_PRECISION_FACTOR = 2.0
+"""How many times as far from float64 as plain DDP a strategy may be in bf16 and fp16, on the same work.
+
+All run the same forward in the same format, so that most are at 1. What differs is where a weight is used several times
+in a forward: its gradients then add up in the low format, or in float32 where casts aren't kept, at stage 3.
+"""
