@@ -128,7 +128,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
         seed_everything(strategy.seed + processes.rank)
     buffers = Buffers(module) if processes.world_size > 1 else None
     called = plan.model if engine.model is module else engine.model
-    raise_again = lower(called, strategy.precision, plan.device, cache=engine.casts_are_cached)
+    raise_again = lower(called, strategy.precision, plan.device)
     _prepared.add(module)
 
     def forget() -> None:

@@ -32,7 +32,6 @@ class Stage3Engine(ShardedEngine):
 
     stage = 3
     lockstep = "forward"
-    casts_are_cached = False
 
     def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
         global _open

@@ -24,6 +24,7 @@ WEIGHT = 1e-5
 LOW_PRECISION_FACTOR = 2.0
 """How many times as far from float64 as plain DDP a strategy may be in bf16 and fp16, on the same work.
 
-All run the same forward in the same format, so that most are at 1. What differs is where a weight is used several times
-in a forward: its gradients then add up in the low format, or in float32 where casts aren't kept, at stage 3.
+All run the same forward in the same format, so that most are at 1 but for the order of float32 sums. What may differ is
+where a weight is used several times in a forward: its gradients add up in the low format, or in float32 where stage 3
+casts it again for each use.
 """
