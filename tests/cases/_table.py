@@ -14,19 +14,23 @@ Case = Callable[[Prepare, int], None]
 
 _CASES: dict[str, Case] = {}
 _REFUSED: dict[str, dict[str, str]] = {}
+_NOT_RAW: set[str] = set()
 
 
-def case(refused: Mapping[str, str] | None = None) -> Callable[[Case], Case]:
+def case(refused: Mapping[str, str] | None = None, *, raw: bool = True) -> Callable[[Case], Case]:
     """Add a case to the table, under its function's name.
 
     ``refused`` maps patterns of strategies, such as ``"deepspeed:stage=[123]*"``, to words that the error has there on
-    every rank, as a regular expression. Everywhere else the case holds.
+    every rank, as a regular expression. Everywhere else the case holds. ``raw`` says whether the raw libraries can be
+    asked the same, for the table in docs/contract.md: not where the case is that shardkit refuses something.
     """
 
     def add(function: Case) -> Case:
         assert function.__name__ not in _CASES
         _CASES[function.__name__] = function
         _REFUSED[function.__name__] = dict(refused or {})
+        if not raw:
+            _NOT_RAW.add(function.__name__)
         return function
 
     return add
@@ -37,6 +41,11 @@ def refusal(name: str, strategy: str) -> str | None:
     found = [words for pattern, words in _REFUSED[name].items() if fnmatchcase(strategy, pattern)]
     assert len(found) < 2, f"two patterns for {name} under {strategy}"
     return found[0] if found else None
+
+
+def asks_raw(name: str) -> bool:
+    """Return whether a case can be asked of the raw libraries too."""
+    return name not in _NOT_RAW
 
 
 def load_cases() -> dict[str, Case]:
