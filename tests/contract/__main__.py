@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.cases._table import asks_raw, load_cases
 from tests.contract.page import PAGE, PRODUCT, RAW_RUN, read, render
 from tests.contract.product import missing_libraries, run_strategy, strategies
-from tests.contract.ranks import Outcome, raw_outcomes
+from tests.contract.ranks import KINDS, Outcome, raw_outcomes
 from tests.contract.raw import RAW
 
 
@@ -81,7 +81,16 @@ def run_raw(console: Console, libraries: list[str]) -> dict[str, Any]:
                     bar.console.print(f"{library}: {name}: {outcome['kind']}: {outcome['text']}", markup=False)
 
             found[library] = raw_outcomes(library, names, told)
+            bar.update(task, description=f"{library}, {RAW[library].words}")
+            add_remedies(library, found[library])
     return found
+
+
+def add_remedies(library: str, cells: dict[str, Outcome]) -> None:
+    """Add to each cell that isn't right what comes of its case with the library's remedy, under ``remedy``."""
+    names = [name for name, cell in cells.items() if cell["kind"] not in ("right", "not offered")]
+    for name, outcome in raw_outcomes(library, names, lambda name, outcome: None, remedy=True).items():
+        cells[name]["remedy"] = f"{KINDS[outcome['kind']]}: {outcome['text']}".removesuffix(": ")
 
 
 def record(path: Path, cells: dict[str, Any]) -> None:

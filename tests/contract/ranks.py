@@ -48,20 +48,27 @@ KINDS = {
 """What may come of a case on a raw library, in the words of the page."""
 
 
-def raw_outcomes(library: str, names: list[str], told: Callable[[str, Outcome], None]) -> dict[str, Outcome]:
-    """Return what comes of each case on a raw library, on two ranks; ``told`` is called as each becomes known."""
+def raw_outcomes(
+    library: str, names: list[str], told: Callable[[str, Outcome], None], *, remedy: bool = False
+) -> dict[str, Outcome]:
+    """Return what comes of each case on a raw library, on two ranks; ``told`` is called as each becomes known.
+
+    At the library's default settings, or with the setting that is its remedy.
+    """
     outcomes: dict[str, Outcome] = {}
     waiting = list(names)
     while waiting:
         # In one launch up to the first that may leave the ranks apart.
-        together = _launch(library, waiting)
+        together = _launch(library, waiting, remedy)
         for name in list(waiting):
             if name not in together:
                 break
             waiting.remove(name)
             outcome = together[name]
             if outcome["kind"] not in ("right", "not offered"):
-                outcome = _launch(library, [name]).get(name, {"kind": "error", "text": "the ranks did not start"})
+                outcome = _launch(library, [name], remedy).get(
+                    name, {"kind": "error", "text": "the ranks did not start"}
+                )
             outcomes[name] = outcome
             told(name, outcome)
         else:
@@ -71,11 +78,11 @@ def raw_outcomes(library: str, names: list[str], told: Callable[[str, Outcome], 
     return outcomes
 
 
-def _launch(library: str, names: list[str]) -> dict[str, Outcome]:
+def _launch(library: str, names: list[str], remedy: bool) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory(prefix="shardkit-contract-") as folder:
         deaths = {}
         try:
-            run(_run_cases, library, names, Path(folder), processes=2, timeout=60 + 10 * len(names))
+            run(_run_cases, library, remedy, names, Path(folder), processes=2, timeout=60 + 10 * len(names))
         except LaunchError as error:
             deaths[error.rank] = f"{error.traceback or error}".strip().splitlines()[-1]
         ranks = [_read(Path(folder), rank) for rank in (0, 1)]
@@ -128,10 +135,11 @@ def _together(pair: list[Outcome]) -> bool:
     return pair[0]["kind"] == pair[1]["kind"] and pair[0]["kind"] in ("right", "not offered", "wrong")
 
 
-def _run_cases(library: str, names: list[str], folder: Path) -> None:
+def _run_cases(library: str, remedy: bool, names: list[str], folder: Path) -> None:
     warnings.simplefilter("ignore")
     rank = int(os.environ["RANK"])
     cases = load_cases()
+    raw = RAW[library].with_remedy() if remedy else RAW[library]
     _start(library)
     path, other = folder / f"rank-{rank}.jsonl", 1 - rank
     linear = torch.nn.functional.linear
@@ -150,7 +158,7 @@ def _run_cases(library: str, names: list[str], folder: Path) -> None:
         watchdog.daemon = True
         watchdog.start()
         try:
-            cases[name](RawPrepare(RAW[library], folder / name), rank)
+            cases[name](RawPrepare(raw, folder / name), rank)
             outcome = {"kind": "right", "text": ""}
         except NotOfferedError as error:
             outcome = {"kind": "not offered", "text": str(error)}

@@ -10,7 +10,8 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
@@ -121,8 +122,9 @@ class ByHand(RawSession):
     number; gradients are zeroed at the window's beginning, and clipped once at its end.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Any, fields: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, optimizer: Any, fields: dict[str, Any], **settings: Any) -> None:
         super().__init__(module, optimizer, fields)
+        self.settings = settings
         self.fresh = True
         self.unsynchronized = contextlib.ExitStack()
         self.scaler: Any = None
@@ -131,7 +133,7 @@ class ByHand(RawSession):
             self.scaler = self.make_scaler()
 
     def wrap(self, module: nn.Module, optimizer: Any) -> None:
-        self.wrapped = DistributedDataParallel(module)
+        self.wrapped = DistributedDataParallel(module, **self.settings)
 
     def make_scaler(self) -> Any:
         return torch.amp.GradScaler("cpu")
@@ -262,7 +264,7 @@ class Sharded(Oss):
         from fairscale.nn.data_parallel import ShardedDataParallel
 
         self.make(optimizer)
-        self.wrapped = ShardedDataParallel(module, self.optimizer)
+        self.wrapped = ShardedDataParallel(module, self.optimizer, **self.settings)
 
     def full_gradients(self) -> dict[str, Tensor]:
         raise NotOfferedError("a gradient is whole on the rank that owns it only")
@@ -271,7 +273,9 @@ class Sharded(Oss):
 class DeepSpeed(RawSession):
     """The engine of ``deepspeed.initialize``, with the optimizer that the user built."""
 
-    def __init__(self, module: nn.Module, optimizer: Any, fields: dict[str, Any], *, stage: int) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Any, fields: dict[str, Any], *, stage: int, **settings: Any
+    ) -> None:
         import deepspeed
 
         super().__init__(module, optimizer, fields)
@@ -280,6 +284,7 @@ class DeepSpeed(RawSession):
             "gradient_accumulation_steps": self.strategy.accumulate,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            **settings,
         }
         if self.strategy.max_grad_norm is not None:
             config["gradient_clipping"] = self.strategy.max_grad_norm
@@ -340,25 +345,34 @@ class DeepSpeed(RawSession):
 
 @dataclass(frozen=True)
 class Raw:
-    """A raw library: its name, the strategy of shardkit over the same, and what makes its session."""
+    """A raw library: the strategy of shardkit over the same, what makes its session, and a setting to try then.
 
-    name: str
+    What isn't right at the default settings is tried again with ``remedy``, the setting that is known to help most.
+    """
+
     like: str
     make: Callable[..., RawSession]
+    remedy: dict[str, Any]
 
+    @property
+    def words(self) -> str:
+        """The setting to try, as one writes it."""
+        return ", ".join(f"{name}={value}" for name, value in self.remedy.items())
 
-def _stage(number: int) -> Callable[..., RawSession]:
-    return lambda *arguments: DeepSpeed(*arguments, stage=number)
+    def with_remedy(self) -> Raw:
+        """Return the same library with that setting."""
+        return replace(self, make=partial(self.make, **self.remedy), remedy={})
 
 
 RAW = {
-    raw.name: raw
-    for raw in (
-        Raw("DDP", "ddp", ByHand),
-        Raw("FairScale OSS, ShardedDDP", "fairscale", Sharded),
-        Raw("FairScale OSS, DDP", "fairscale:shard=optimizer", Oss),
-        *(Raw(f"DeepSpeed stage {number}", f"deepspeed:stage={number}", _stage(number)) for number in range(4)),
+    "DDP": Raw("ddp", ByHand, {"find_unused_parameters": True}),
+    "FairScale OSS, ShardedDDP": Raw("fairscale", Sharded, {"reduce_buffer_size": 0}),
+    "FairScale OSS, DDP": Raw("fairscale:shard=optimizer", Oss, {"find_unused_parameters": True}),
+} | {
+    f"DeepSpeed stage {stage}": Raw(
+        f"deepspeed:stage={stage}", partial(DeepSpeed, stage=stage), {"gradient_clipping": 0.0}
     )
+    for stage in range(4)
 }
 
 
