@@ -214,7 +214,7 @@ def _first_line(error: BaseException) -> str:
 
 def _short(text: str, length: int = 220) -> str:
     text = re.sub(r"/\S+/(\S+)", r"\1", text)
-    text = re.sub(r"\[127\.0\.0\.1\]:\d+", "peer", text)
+    text = re.sub(r"(Connection (closed|reset) by peer).*", r"\1", text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 

@@ -321,9 +321,9 @@ class DeepSpeed(RawSession):
     def full_weights(self) -> dict[str, Tensor]:
         if self.stage < 3:
             return super().full_weights()
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters(list(self.module.parameters())):
+        with deepspeed.zero.GatheredParameters(list(self.module.parameters())):
             return super().full_weights()
 
     def full_gradients(self) -> dict[str, Tensor]:
