@@ -185,10 +185,13 @@ def _counts(product: dict[str, Any], raw: dict[str, Any], cases: int) -> str:
     rows = {f"**shardkit**, {cases} cases by {len(product)} strategies": product}
     rows |= {f"{library}, raw": {library: raw.get(library, {})} for library in RAW}
     kinds = {"right": "right", "refused": "refused", **KINDS}
-    table = [f"| | cells | {' | '.join(kinds.values())} |", f"|---|{'--:|' * (len(kinds) + 1)}"]
+    helped = "right with [one setting](#the-raw-libraries)"
+    table = [f"| | cells | {' | '.join(kinds.values())} | {helped} |", f"|---|{'--:|' * (len(kinds) + 2)}"]
     for title, columns in rows.items():
         found = Counter(cell["kind"] for cells in columns.values() for cell in cells.values())
-        table.append(f"| {title} | {found.total()} | {' | '.join(str(found[kind]) for kind in kinds)} |")
+        numbers = [found.total(), *(found[kind] for kind in kinds)]
+        numbers.append(sum(cell.get("remedy") == "right" for cells in columns.values() for cell in cells.values()))
+        table.append(f"| {title} | {' | '.join(map(str, numbers))} |")
     return "\n".join(table)
 
 

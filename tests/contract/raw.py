@@ -28,6 +28,7 @@ class NotOfferedError(Exception):
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIELDS = {"accumulate": 1, "max_grad_norm": None, "track_grad_norm": False, "precision": "fp32"}
+_SCALER_FIELDS = {"loss_scale": 2.0**16, "loss_scale_window": 2000}
 
 
 class _Model:
@@ -56,23 +57,36 @@ class _Model:
         return self.train(False)
 
 
+@dataclass(frozen=True)
+class _Scaler:
+    scale: float
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOfferedError(f"scaler.{name}")
+
+
 class RawSession:
     """What the cases use of a session, by hand over one library: the part that is the same for all."""
 
     wrapped: Any
     """What the library made of the module."""
 
+    known: dict[str, Any] = _FIELDS
+    """The fields of a strategy that can be said to the library, with their defaults."""
+
     def __init__(self, module: nn.Module, optimizer: Any, fields: dict[str, Any]) -> None:
         unknown = [
-            f"{name}={value!r}" for name, value in fields.items() if name not in _FIELDS and value not in (None, False)
+            f"{name}={value!r}"
+            for name, value in fields.items()
+            if name not in self.known and value not in (None, False)
         ]
         if unknown:
             raise NotOfferedError(", ".join(unknown))
-        self.strategy = SimpleNamespace(**{**_FIELDS, **fields})
+        self.strategy = SimpleNamespace(**{**self.known, **fields})
         self.module, self.optimizer = module, optimizer
         self.model = _Model(self)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.steps = 0
+        self.steps = self.skipped_steps = 0
         self.norm: Any = None
         self.micro = 0
 
@@ -92,6 +106,13 @@ class RawSession:
     @property
     def grad_norm(self) -> float:
         return float(self.norm)
+
+    def count(self, *, moved: bool) -> bool:
+        """Count a step, and return whether the weights moved."""
+        self.step_was_skipped = not moved
+        self.steps += moved
+        self.skipped_steps += not moved
+        return moved
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         raise NotImplementedError
@@ -122,21 +143,29 @@ class ByHand(RawSession):
     number; gradients are zeroed at the window's beginning, and clipped once at its end.
     """
 
+    known: dict[str, Any] = _FIELDS | _SCALER_FIELDS
+
     def __init__(self, module: nn.Module, optimizer: Any, fields: dict[str, Any], **settings: Any) -> None:
         super().__init__(module, optimizer, fields)
         self.settings = settings
         self.fresh = True
         self.unsynchronized = contextlib.ExitStack()
-        self.scaler: Any = None
+        self.grad_scaler: Any = None
         self.wrap(module, optimizer)
         if self.strategy.precision == "fp16":
-            self.scaler = self.make_scaler()
+            self.grad_scaler = self.make_scaler()
 
     def wrap(self, module: nn.Module, optimizer: Any) -> None:
         self.wrapped = DistributedDataParallel(module, **self.settings)
 
     def make_scaler(self) -> Any:
-        return torch.amp.GradScaler("cpu")
+        strategy = self.strategy
+        return torch.amp.GradScaler("cpu", init_scale=strategy.loss_scale, growth_interval=strategy.loss_scale_window)
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scale, as far as torch tells it."""
+        return None if self.grad_scaler is None else _Scaler(self.grad_scaler.get_scale())
 
     def clip(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.wrapped.parameters(), max_norm)
@@ -163,8 +192,8 @@ class ByHand(RawSession):
     def backward(self, loss: Tensor) -> None:
         self.begin()
         loss = loss / self.strategy.accumulate
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        if self.grad_scaler is not None:
+            loss = self.grad_scaler.scale(loss)
         loss.backward()
         self.unsynchronized.close()
         self.fresh = True
@@ -177,21 +206,18 @@ class ByHand(RawSession):
         if limit is None and self.strategy.track_grad_norm:
             limit = float("inf")
         scale = None
-        if self.scaler is not None:
-            scale = self.scaler.get_scale()
-            self.scaler.unscale_(self.optimizer)
+        if self.grad_scaler is not None:
+            scale = self.grad_scaler.get_scale()
+            self.grad_scaler.unscale_(self.optimizer)
         if limit is not None:
             self.norm = self.clip(limit)
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        if self.grad_scaler is not None:
+            self.grad_scaler.step(self.optimizer)
+            self.grad_scaler.update()
         else:
             self.optimizer.step()
         self.micro = 0
-        if scale is not None and self.scaler.get_scale() < scale:
-            return False
-        self.steps += 1
-        return True
+        return self.count(moved=scale is None or self.grad_scaler.get_scale() >= scale)
 
     def optimizer_state(self) -> Any:
         return self.optimizer.state_dict()
@@ -201,8 +227,8 @@ class ByHand(RawSession):
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             whole = {"model": self.module.state_dict(), "optimizer": state, "steps": self.steps}
-            if self.scaler is not None:
-                whole["scaler"] = self.scaler.state_dict()
+            if self.grad_scaler is not None:
+                whole["scaler"] = self.grad_scaler.state_dict()
             torch.save(whole, folder / "checkpoint.pt")
         dist.barrier()
 
@@ -210,8 +236,8 @@ class ByHand(RawSession):
         whole = torch.load(folder / "checkpoint.pt", map_location="cpu")
         self.module.load_state_dict(whole["model"])
         self.optimizer.load_state_dict(whole["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(whole["scaler"])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(whole["scaler"])
         self.steps = whole["steps"]
         dist.barrier()
 
@@ -247,7 +273,8 @@ class Oss(ByHand):
     def make_scaler(self) -> Any:
         from fairscale.optim.grad_scaler import ShardedGradScaler
 
-        return ShardedGradScaler()
+        strategy = self.strategy
+        return ShardedGradScaler(init_scale=strategy.loss_scale, growth_interval=strategy.loss_scale_window)
 
     def clip(self, max_norm: float) -> Any:
         return self.optimizer.clip_grad_norm(max_norm)
@@ -307,10 +334,7 @@ class DeepSpeed(RawSession):
         if not boundary:
             return False
         self.norm = self.wrapped.get_global_grad_norm()
-        if not self.wrapped.was_step_applied():
-            return False
-        self.steps += 1
-        return True
+        return self.count(moved=self.wrapped.was_step_applied())
 
     @property
     def grad_norm(self) -> float:
