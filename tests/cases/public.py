@@ -742,10 +742,8 @@ def a_loss_that_is_not_finite_is_skipped_on_every_rank_when_asked(prepare: Prepa
         train(session, steps=1, first=1)
 
 
-@case()
+@case(left_out={"deepspeed:stage=3*": "ranks must run the same modules at stage 3, as its page says"})
 def a_loss_on_one_rank_that_depends_on_no_parameter_counts_as_zero(prepare: Prepare, rank: int) -> None:
-    if "stage=3" in prepare.text:
-        return  # ranks must run the same modules there, and its page says so
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
     with prepare(model, sgd(model)) as session:

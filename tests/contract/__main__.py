@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.cases._table import asks_raw, load_cases
+from tests.cases._table import asks_raw, load_cases, reason_left_out
 from tests.contract.page import PAGE, PRODUCT, RAW_RUN, read, render
 from tests.contract.product import missing_libraries, run_strategy, strategies
 from tests.contract.ranks import KINDS, Outcome, raw_outcomes
@@ -61,17 +61,17 @@ def run_product(console: Console) -> dict[str, Any]:
             found[strategy] = run_strategy(strategy, Path(folder))
             bar.advance(task)
             for name, cell in found[strategy].items():
-                if cell["kind"] not in ("right", "refused"):
+                if cell["kind"] not in ("right", "refused", "left out"):
                     bar.console.print(f"[red]{cell['kind']}[/] {strategy} {name}: {cell['text']}", highlight=False)
     return found
 
 
 def run_raw(console: Console, libraries: list[str]) -> dict[str, Any]:
     """Return the cells of these raw libraries."""
-    names = [name for name in load_cases() if asks_raw(name)]
+    rows = [name for name in load_cases() if asks_raw(name)]
     found = {}
     with progress(console) as bar:
-        task = bar.add_task("raw", total=len(names) * len(libraries))
+        task = bar.add_task("raw", total=len(rows) * len(libraries))
         for library in libraries:
             bar.update(task, description=library)
 
@@ -80,15 +80,22 @@ def run_raw(console: Console, libraries: list[str]) -> dict[str, Any]:
                 if outcome["kind"] != "right":
                     bar.console.print(f"{library}: {name}: {outcome['kind']}: {outcome['text']}", markup=False)
 
-            found[library] = raw_outcomes(library, names, told)
+            names = [name for name in rows if reason_left_out(name, RAW[library].like) is None]
+            run = raw_outcomes(library, names, told)
+            found[library] = {name: run.get(name) or left_out(name, library) for name in rows}
             bar.update(task, description=f"{library}, {RAW[library].words}")
             add_remedies(library, found[library])
     return found
 
 
+def left_out(name: str, library: str) -> Outcome:
+    """Return the cell of a case that isn't run."""
+    return {"kind": "left out", "text": str(reason_left_out(name, RAW[library].like))}
+
+
 def add_remedies(library: str, cells: dict[str, Outcome]) -> None:
     """Add to each cell that isn't right what comes of its case with the library's remedy, under ``remedy``."""
-    names = [name for name, cell in cells.items() if cell["kind"] not in ("right", "not offered")]
+    names = [name for name, cell in cells.items() if cell["kind"] not in ("right", "not offered", "left out")]
     for name, outcome in raw_outcomes(library, names, lambda name, outcome: None, remedy=True).items():
         cells[name]["remedy"] = f"{KINDS[outcome['kind']]}: {outcome['text']}".removesuffix(": ")
 

@@ -43,7 +43,8 @@ Last run: shardkit on {product_date}, the raw libraries on {raw_date}, with {ver
 
 ## shardkit
 
-✓ right · refused <sup>n</sup>: an `UnsupportedError` with message n, the same on both ranks.
+✓ right · refused <sup>n</sup>: an `UnsupportedError` with message n, the same on both ranks · \N{EN DASH}: left out,
+for the reason given.
 """
 
 _RAW = """\
@@ -109,7 +110,7 @@ def render() -> str:
             table.append(_row(name, [_cell(cell, notes) for cell in found]))
         parts.append("\n".join(table) + "\n")
     if notes.numbers:
-        parts.append(f"### The refusals\n\n{notes.listed()}\n")
+        parts.append(f"### The refusals, and what is left out\n\n{notes.listed()}\n")
     parts.append(_RAW.format(seconds=HANG_SECONDS))
     notes = _Notes("raw")
     for module, names in groups.items():
@@ -164,6 +165,7 @@ _SHORT = {
     "partial": "error on one rank",
     "hang": "**hang**",
     "not offered": "n/o",
+    "left out": "–",  # noqa: RUF001
 }
 
 
@@ -184,7 +186,7 @@ def _cell(cell: dict[str, str] | None, notes: _Notes, setting: str = "") -> str:
 def _counts(product: dict[str, Any], raw: dict[str, Any], cases: int) -> str:
     rows = {f"**shardkit**, {cases} cases by {len(product)} strategies": product}
     rows |= {f"{library}, raw": {library: raw.get(library, {})} for library in RAW}
-    kinds = {"right": "right", "refused": "refused", **KINDS}
+    kinds = {"right": "right", "refused": "refused", "left out": "left out", **KINDS}
     helped = "right with [one setting](#the-raw-libraries)"
     table = [f"| | cells | {' | '.join(kinds.values())} | {helped} |", f"|---|{'--:|' * (len(kinds) + 2)}"]
     for title, columns in rows.items():

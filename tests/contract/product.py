@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import shardkit
-from tests.cases._table import refusal
+from tests.cases._table import load_cases, reason_left_out, refusal
 from tests.cases.test_cases import case_outcomes
 
 Cells = dict[str, dict[str, str]]
-"""By case, ``kind``: right, refused, or what it must not be (wrong, error, partial, hang); ``text``: the message."""
+"""By case, ``kind``: right, refused, left out, or what must not be (wrong, error, partial, hang); ``text``: why."""
 
 
 def strategies() -> list[str]:
@@ -32,7 +32,11 @@ def run_strategy(strategy: str, folder: Path) -> Cells:
 
 def cells(strategy: str, outcomes: dict[str, list[Any]]) -> Cells:
     """Return the cells of a strategy, of the cases' outcomes on each rank."""
-    return {name: _cell(strategy, name, ranks) for name, ranks in outcomes.items()}
+    found = {}
+    for name in load_cases():
+        reason = reason_left_out(name, strategy)
+        found[name] = _cell(strategy, name, outcomes[name]) if reason is None else {"kind": "left out", "text": reason}
+    return found
 
 
 def _cell(strategy: str, name: str, ranks: list[Any]) -> dict[str, str]:

@@ -117,7 +117,8 @@ def _joined(pair: list[Outcome]) -> Outcome:
         rank, seen = next((rank, one) for rank, one in enumerate(pair) if one["kind"] != "left")
         return {**seen, "text": f"rank {rank}: {seen['text']}"}
     elif "hang" in kinds:
-        kind = "hang"
+        # A rank that saw a wrong value has left the case, and the other may wait for no other reason.
+        kind = "wrong" if "wrong" in kinds else "hang"
     elif "error" in kinds or "death" in kinds:
         # A rank that only lost its connection was brought down by the other.
         kind = "partial"
