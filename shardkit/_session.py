@@ -241,9 +241,8 @@ class Session:
         carried = self._progress
         if carried is None and self._windows is not None:
             carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
-        training = Training(
-            self.strategy.accumulate, self._engine, self._processes, self._device, self._begin_window, self._is_between
-        )
+        plan = (self.strategy.accumulate, self.backend.name, self._engine, self._processes, self._device)
+        training = Training(*plan, self._begin_window, self._is_between)
         self._windows = Windows(loader, weight, uneven, training, carried)
         return self._windows
 

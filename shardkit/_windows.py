@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, final
 
 from shardkit._random import get_random_state, set_random_state
-from shardkit.errors import InputError, MismatchError, StateError
+from shardkit.errors import InputError, MismatchError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,7 @@ class Training(NamedTuple):
     """What the windows need of the session that they feed."""
 
     accumulate: int
+    backend: str
     engine: Engine
     processes: Processes
     device: torch.device
@@ -106,8 +107,8 @@ class Windows(Generic[B]):
 
         Raises:
             InputError: a weight isn't a number from 0 on, or all weights of a window are 0.
-            MismatchError: the ranks have different numbers of micro-batches, and ``uneven`` is ``"refuse"``; or one has
-                none at all where it must run the module.
+            MismatchError: the ranks have different numbers of micro-batches, and ``uneven`` is ``"refuse"``.
+            UnsupportedError: a rank has no micro-batch at all where it must run the module.
             StateError: a window was left before its step.
         """
         self._pass += 1
@@ -187,9 +188,10 @@ class Windows(Generic[B]):
                     'was used: give all ranks the same number, or ask for windows(..., uneven="use")'
                 )
             if self._training.engine.lockstep == "forward" and not all(has for _, _, has, _ in told):
-                raise MismatchError(
-                    "this strategy runs the module on all ranks at once, and a rank has no micro-batch at all to run "
-                    f"it with ({listed}): give each rank at least one"
+                raise UnsupportedError(
+                    f"backend {self._training.backend!r} runs the module on all ranks at once, and a rank has no "
+                    f"micro-batch at all to run it with ({listed}): give each rank at least one, or use a strategy "
+                    "that doesn't shard parameters"
                 )
         if any(counts) and not total > 0:
             raise InputError(
