@@ -11,9 +11,9 @@ from torch import nn
 
 from shardkit import Engine, Strategy
 from shardkit.errors import InputError, UnsupportedError
+from shardkit.optimizers import reach, twin
 from shardkit_deepspeed._config_optimizer import check_section, from_section
-from shardkit_deepspeed._elementwise import check_elementwise
-from shardkit_deepspeed._fragments import Fragments, clone, settings
+from shardkit_deepspeed._fragments import Fragments
 from shardkit_deepspeed._library import build_engine, check_driven, load
 from shardkit_deepspeed._plan import Plan, make_plan
 from shardkit_deepspeed._restore import Restore
@@ -60,15 +60,12 @@ def _replicated(
 ) -> Engine:
     from shardkit_deepspeed._replicated import ReplicatedEngine
 
-    twin = clone(optimizer, [{**settings(group), "params": list(group["params"])} for group in optimizer.param_groups])
-    twin.state.update(optimizer.state)
-    optimizer.state.clear()
-    # DeepSpeed drops groups without parameters from what it is given; its own list is another.
-    given = clone(optimizer, [dict(group) for group in twin.param_groups])
+    # DeepSpeed drops groups without parameters from what it is given, and would call its hooks.
+    given = twin(optimizer, [{**group, "params": list(group["params"])} for group in optimizer.param_groups])
     engine = build_engine(library, model, given, plan.config, device)
     _remove_forward_hooks(engine)
     restore.built()
-    return ReplicatedEngine(model, optimizer, engine, twin, strategy, plan.bucket_size, restore)
+    return ReplicatedEngine(model, optimizer, engine, strategy, plan.bucket_size, restore)
 
 
 def _sharded(
@@ -108,6 +105,20 @@ def _remove_forward_hooks(engine: Any) -> None:
     # They start timers that nobody reads, at each call of the module.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+
+
+def check_elementwise(optimizer: Optimizer, stage: int) -> None:
+    """Raise unless the optimizer gives the same on pieces of a tensor as on the whole.
+
+    Raises:
+        UnsupportedError: it doesn't, or can't be tried.
+    """
+    found = reach(optimizer)
+    if found.unit != "element":
+        raise UnsupportedError(
+            f"backend 'deepspeed' at stage {stage} steps with pieces of parameters, and {type(optimizer).__name__} "
+            f"{found.cause}: use deepspeed:stage=0 or ddp, where it sees the whole model"
+        )
 
 
 def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class ReplicatedEngine(Engine):
-    """The user's module and a twin of the optimizer over DeepSpeed's engine without ZeRO.
+    """The user's module and optimizer over DeepSpeed's engine without ZeRO.
 
     DeepSpeed's step would apply NaN, and decay parameters that got no gradient, so the step is made here.
     """
@@ -30,7 +30,6 @@ class ReplicatedEngine(Engine):
         model: nn.Module,
         optimizer: Optimizer,
         library: Any,
-        twin: Optimizer,
         strategy: Strategy,
         bucket_size: int,
         restore: Restore,
@@ -38,9 +37,9 @@ class ReplicatedEngine(Engine):
         self.model = model
         self.optimizer: Optimizer = optimizer
         self._library = library
-        self._twin = twin
-        self._groups = list(zip(twin.param_groups, optimizer.param_groups, strict=True))
-        self._params: list[nn.Parameter] = [value for group in twin.param_groups for value in group["params"]]
+        # Kept here: once the session is open, it guards the optimizer's own.
+        self._optimizer_step = optimizer.step
+        self._params: list[nn.Parameter] = [value for group in optimizer.param_groups for value in group["params"]]
         listed = {id(value) for value in self._params}
         self._others = [value for value in model.parameters() if id(value) not in listed]
         self._names = {id(value): name for name, value in model.named_parameters()}
@@ -80,10 +79,6 @@ class ReplicatedEngine(Engine):
                     value.grad = None
 
     def step(self) -> Update:
-        for own, live in self._groups:
-            parameters = own["params"]
-            own.update(live)
-            own["params"] = parameters
         trained = [value for value in self._params if value.grad is not None]
         gradients = [value.grad for value in trained if value.grad is not None]
         norm = None
@@ -96,11 +91,7 @@ class ReplicatedEngine(Engine):
         else:
             applied = all_finite(gradients)
         if applied:
-            for hook in self.optimizer._optimizer_step_pre_hooks.values():
-                hook(self.optimizer, (), {})
-            self._twin.step()
-            for hook in self.optimizer._optimizer_step_post_hooks.values():
-                hook(self.optimizer, (), {})
+            self._optimizer_step()
         self._drop_gradients()
         return Update(applied, norm)
 
@@ -118,16 +109,16 @@ class ReplicatedEngine(Engine):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        state = [dict(self._twin.state.get(value, {})) for value in self._params]
+        state = [dict(self.optimizer.state.get(value, {})) for value in self._params]
         return {"model": dict(self.model.state_dict()), "optimizer": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop_gradients()
         self.model.load_state_dict(state["model"])
-        self._twin.state.clear()
+        self.optimizer.state.clear()
         for value, entry in zip(self._params, state["optimizer"], strict=True):
             if entry:
-                self._twin.state[value] = {
+                self.optimizer.state[value] = {
                     key: _placed(part, key, value) if isinstance(part, torch.Tensor) else part
                     for key, part in entry.items()
                 }
@@ -135,7 +126,6 @@ class ReplicatedEngine(Engine):
     def close(self) -> None:
         self._drop_gradients()
         self._library.destroy()
-        self.optimizer.state.update(self._twin.state)
         self._restore.undo()
 
 
