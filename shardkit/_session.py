@@ -15,6 +15,7 @@ import torch
 
 from shardkit import _checkpoint
 from shardkit._checks import check_loss, settings_of
+from shardkit._loads import Loads
 from shardkit._processes import same_everywhere
 from shardkit._random import get_random_state, set_random_state
 from shardkit.errors import NonFiniteError, StateError
@@ -74,6 +75,7 @@ class Session:
         self._grad_norm: float | None = None
         self._failed = ""
         self._closed = False
+        self._loads = Loads(model)
         self._guarded = _guard(engine.optimizer) if engine.optimizer is not None else {}
 
     @property
@@ -155,7 +157,8 @@ class Session:
 
         Raises:
             StateError: there was no ``backward`` since the last step.
-            MismatchError: the optimizer's groups have other settings on another rank; nothing moved.
+            MismatchError: the optimizer's groups have other settings on another rank, or it loaded other weights since
+                ``prepare``; nothing moved.
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
                 ``on_nonfinite="skip"`` the step is left out and returns False instead.
         """
@@ -261,6 +264,7 @@ class Session:
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self._micro, self._failed, self._grad_norm = 0, "", state["grad_norm"]
         self._losses.clear()
+        self._loads.forget()
         set_random_state(state["random"], self._device)
 
     def close(self) -> None:
@@ -300,6 +304,7 @@ class Session:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
     def _release(self) -> None:
+        self._loads.close()
         for name, own in self._guarded.items():
             self.optimizer.__dict__.pop(name, None)
             if own is not None:
@@ -328,13 +333,13 @@ class Session:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
 
     def _require_equal_settings(self) -> None:
-        """Raise unless all ranks have the same settings in the optimizer's groups, such as the learning rate."""
+        """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
         if self.world_size == 1:
             return
         settings = [settings_of(group) for group in self.optimizer.param_groups]
-        if not self._processes.all_equal(crc32(repr(settings).encode())):
+        if not self._processes.all_equal(crc32(repr(settings).encode(), self._loads.sum)):
             facts = {f"settings of group {index} of the optimizer": group for index, group in enumerate(settings)}
-            same_everywhere(self._processes.agree(facts))
+            same_everywhere(self._processes.agree({**facts, **self._loads.facts()}))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()

@@ -42,13 +42,18 @@ class DDPEngine(Engine):
         self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._options = options
         self._distributed = dist.get_world_size() > 1
-        self._frozen = [value for value in self._parameters if not value.requires_grad]
-        self._ddp = _wrap(model, options) if self._distributed else None
+        self._frozen: list[Tensor] = []
+        self._ddp: DistributedDataParallel | None = None
+        # The first window is averaged after the pass. It shows whether gradients are sparse, which the reducer must
+        # know beforehand, on every rank.
+        self._overlap = False
+        self._may_overlap = options.overlap
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
-        if last and self._distributed:
-            if any(value.requires_grad for value in self._frozen):
-                # Thawed since: the reducer knows only those that it was built with.
+        overlap = last and self._overlap
+        if overlap:
+            if self._ddp is None or any(value.requires_grad for value in self._frozen):
+                # The reducer knows only those parameters that were trainable when it was built.
                 self._frozen = [value for value in self._parameters if not value.requires_grad]
                 self._ddp = _wrap(self.model, self._options)
             if self._ddp is not None:
@@ -57,6 +62,11 @@ class DDPEngine(Engine):
         try:
             loss.backward(gradient)
         except RuntimeError as error:
+            if "SparseTensorImpl" in str(error):
+                raise UnsupportedError(
+                    "backend 'ddp' got a sparse gradient after a first window without any, when its reducer no longer "
+                    "expects one: use 'ddp:overlap=false', which averages gradients of any kind after the pass"
+                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise UnsupportedError(
@@ -64,8 +74,10 @@ class DDPEngine(Engine):
                 "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
                 "which averages the gradients after the pass"
             ) from error
-        if last and self._distributed and not self._options.overlap:
-            average(self._parameters)
+        if last and self._distributed and not overlap:
+            sparse = average(self._parameters)
+            self._may_overlap = self._may_overlap and not sparse
+            self._overlap = self._may_overlap
 
     def step(self) -> Update:
         trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
@@ -87,7 +99,7 @@ class DDPEngine(Engine):
 
     def full_gradients(self) -> dict[str, Tensor]:
         return {
-            name: value.grad.detach().cpu().clone()
+            name: value.grad.detach().to_dense().cpu().clone()
             for name, value in self.model.named_parameters()
             if value.grad is not None
         }
@@ -104,11 +116,11 @@ class DDPEngine(Engine):
     def close(self) -> None:
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
-        self._distributed = False
+        self._distributed = self._overlap = False
 
 
 def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
-    if not options.overlap or not any(value.requires_grad for value in model.parameters()):
+    if not any(value.requires_grad for value in model.parameters()):
         return None
     return DistributedDataParallel(
         model,

@@ -14,7 +14,7 @@ from shardkit.errors import UnsupportedError
 from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
-from shardkit_deepspeed._lockstep import Lockstep
+from shardkit_deepspeed._lockstep import Lockstep, Meeting
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
 
@@ -53,13 +53,17 @@ class Stage3Engine(ShardedEngine):
         self._whole = False
         self._reading = False
         self._fetch = self._coordinator.fetch_sub_module
-        self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
+        number = next(_numbers)
+        self._lockstep = Lockstep(self.model, self._device, number) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
-        self._wrapped: list[str] = []
+        self._wrapped: list[tuple[nn.Module, str]] = []
         # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
-        self._wrap("generate", self.gathered)
+        self._wrap(self.model, "generate", self.gathered)
         # A sharded parameter has no place for a whole one.
-        self._wrap("load_state_dict", self._writable)
+        self._writing = False
+        self._meeting = Meeting(number)
+        for part in self.model.modules():
+            self._wrap(part, "load_state_dict", self._writable)
         # ``state_dict``, and what calls it, would write down tensors without elements.
         self._handles += [part.register_state_dict_pre_hook(self._refuse_empty) for part in self.model.modules()]
 
@@ -232,15 +236,24 @@ class Stage3Engine(ShardedEngine):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        # Rank 0's values are those that stay.
-        with self._gather(list(self.model.parameters()), modifier_rank=0):
+        if self._writing:
+            # A module whose own method loads its parts.
             yield
+            return
+        self._meeting.meet("load_state_dict")
+        self._writing = True
+        try:
+            # Rank 0's values are those that stay.
+            with self._gather(list(self.model.parameters()), modifier_rank=0):
+                yield
+        finally:
+            self._writing = False
         if not self._aliased:
             self._zero.refresh_fp32_params()
 
-    def _wrap(self, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have a method of the user's module run with whole weights."""
-        plain = getattr(self.model, name, None)
+    def _wrap(self, part: nn.Module, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have a method of the user's module, or of a part of it, run with whole weights."""
+        plain = getattr(part, name, None)
         if not callable(plain):
             return
 
@@ -249,8 +262,8 @@ class Stage3Engine(ShardedEngine):
             with context():
                 return plain(*args, **kwargs)
 
-        self.model.__dict__[name] = whole
-        self._wrapped.append(name)
+        part.__dict__[name] = whole
+        self._wrapped.append((part, name))
 
     # State.
 
@@ -284,8 +297,8 @@ class Stage3Engine(ShardedEngine):
         for handle in self._handles:
             handle.remove()
         self._drop_gradients()
-        for name in self._wrapped:
-            del self.model.__dict__[name]
+        for part, name in self._wrapped:
+            del part.__dict__[name]
         self._library.module_forward_pre_hook.remove()
         self._library.module_forward_post_hook.remove()
         self._zero.parameter_offload.partition_all_parameters()
