@@ -12,6 +12,7 @@ from torch import nn
 from shardkit import Engine, Strategy
 from shardkit.errors import InputError, UnsupportedError
 from shardkit.optimizers import reach, twin
+from shardkit.parameters import sharing
 from shardkit_deepspeed._config_optimizer import check_section, from_section
 from shardkit_deepspeed._fragments import Fragments
 from shardkit_deepspeed._library import build_engine, check_driven, load
@@ -138,7 +139,9 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
         )
     # Stage 3 shards all parameters of the module as one type.
     checked = list(model.parameters()) if stage == 3 else trained
-    good = (torch.float32,) if stage else (torch.float32, torch.float64)
+    # At stage 0 one process has nothing to average, which is what DeepSpeed can't do in float64.
+    alone = stage == 0 and dist.get_world_size() == 1
+    good = (torch.float32, torch.float64) if alone else (torch.float32,)
     for value in checked:
         if value.dtype not in good:
             raise UnsupportedError(
@@ -150,6 +153,12 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
                 f"backend 'deepspeed' at stage 3 can't gather parameter {names[id(value)]!r}, which has no elements: "
                 "make it a buffer, or use deepspeed:stage=2 or ddp"
             )
+    pair = sharing(dict(model.named_parameters())) if stage else None
+    if pair is not None:
+        raise UnsupportedError(
+            f"backend 'deepspeed' at stage {stage} moves parameters into memory of its own, and {pair[0]!r} and "
+            f"{pair[1]!r} share memory, which would part: make them one parameter, or use deepspeed:stage=0 or ddp"
+        )
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             weight = f"{name}.weight".lstrip(".")

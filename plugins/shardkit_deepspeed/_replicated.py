@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
-from shardkit.errors import UnsupportedError
 from shardkit.gradients import all_finite, total_norm
 from shardkit_deepspeed._restore import Restore
 
@@ -42,7 +41,6 @@ class ReplicatedEngine(Engine):
         self._params: list[nn.Parameter] = [value for group in optimizer.param_groups for value in group["params"]]
         listed = {id(value) for value in self._params}
         self._others = [value for value in model.parameters() if id(value) not in listed]
-        self._names = {id(value): name for name, value in model.named_parameters()}
         self._max_norm = strategy.max_grad_norm
         self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._bucket_size = bucket_size
@@ -61,11 +59,9 @@ class ReplicatedEngine(Engine):
             if value.grad is None:
                 absent.append((index, value))
                 value.grad = torch.zeros_like(value)
-            elif value.grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"backend 'deepspeed' averages dense gradients only, and that of {self._names[id(value)]!r} is "
-                    "sparse: build the embedding with sparse=False"
-                )
+            elif value.grad.is_sparse:
+                # Other ranks may have a dense one, or none.
+                value.grad = value.grad.to_dense()
             gradients.append(value.grad)
         # It travels with the gradients: which of them are anybody's at all.
         present = torch.ones(len(self._params), dtype=gradients[0].dtype, device=gradients[0].device)
