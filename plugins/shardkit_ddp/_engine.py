@@ -52,13 +52,10 @@ class DDPEngine(Engine):
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         overlap = last and self._overlap
         if overlap:
-            if self._ddp is None or any(value.requires_grad for value in self._frozen):
-                # The reducer knows only those parameters that were trainable when it was built.
-                self._frozen = [value for value in self._parameters if not value.requires_grad]
-                self._ddp = _wrap(self.model, self._options)
-            if self._ddp is not None:
+            ddp = self._wrapped()
+            if ddp is not None:
                 loss = _anchored(loss, self._parameters)
-                _expect(self._ddp.reducer, loss)
+                _expect(ddp.reducer, loss)
         try:
             loss.backward(gradient)
         except RuntimeError as error:
@@ -78,6 +75,14 @@ class DDPEngine(Engine):
             sparse = average(self._parameters)
             self._may_overlap = self._may_overlap and not sparse
             self._overlap = self._may_overlap
+
+    def _wrapped(self) -> DistributedDataParallel | None:
+        """Return the reducer's owner over those parameters that are trainable; None without any. Collective."""
+        if self._ddp is None or any(value.requires_grad for value in self._frozen):
+            # The reducer knows only those parameters that were trainable when it was built.
+            self._frozen = [value for value in self._parameters if not value.requires_grad]
+            self._ddp = _wrap(self.model, self._options)
+        return self._ddp
 
     def step(self) -> Update:
         trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])

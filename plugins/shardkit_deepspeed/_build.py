@@ -90,6 +90,9 @@ def _sharded(
     scalars = [value for value in model.parameters() if plan.stage == 3 and value.dim() == 0]
     for value in scalars:
         value.data = value.data.view(1)
+    for value in model.parameters() if plan.stage == 3 else ():
+        # DeepSpeed sends memory as it lies.
+        value.data = value.data.contiguous()
     engine = build_engine(library, model, fragments, plan.config, device)
     check_driven(engine.optimizer, plan.stage, library.__version__)
     if plan.stage < 3:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
@@ -64,6 +64,10 @@ class Stage3Engine(ShardedEngine):
         self._meeting = Meeting(number)
         for part in self.model.modules():
             self._wrap(part, "load_state_dict", self._writable)
+        for part in self.model.modules():
+            part.__dict__["__deepcopy__"] = _refuse_copy
+            self._wrapped.append((part, "__deepcopy__"))
+        self._versions = self._written()
         # ``state_dict``, and what calls it, would write down tensors without elements.
         self._handles += [part.register_state_dict_pre_hook(self._refuse_empty) for part in self.model.modules()]
 
@@ -125,8 +129,25 @@ class Stage3Engine(ShardedEngine):
         zero.backward_epilogue()
         self._micro = 0 if last else self._micro + 1
         self._refuse_thawed()
+        if last:
+            self._refuse_written()
         for value in self._others:
             value.grad = None
+
+    def _written(self) -> list[int]:
+        """Return how often each parameter was written to; what DeepSpeed does with it doesn't count."""
+        return [value._version for value in self.model.parameters()]
+
+    def _refuse_written(self) -> None:
+        versions = self._written()
+        if versions != self._versions:
+            pairs = zip(self.model.named_parameters(), versions, self._versions, strict=True)
+            name = next(name for (name, _), now, before in pairs if now != before)
+            self._versions = versions
+            raise UnsupportedError(
+                f"backend 'deepspeed' at stage 3 shards {name!r}, so that what was written into it since the last step "
+                "is lost: bring new weights with load_state_dict on every rank, or use deepspeed:stage=2 or ddp"
+            )
 
     def _release(self, index: int) -> None:
         value: Any = self._params[index]
@@ -248,6 +269,7 @@ class Stage3Engine(ShardedEngine):
                 yield
         finally:
             self._writing = False
+            self._versions = self._written()
         if not self._aliased:
             self._zero.refresh_fp32_params()
 
@@ -316,6 +338,14 @@ class Stage3Engine(ShardedEngine):
         if not _open:
             restore_linear()
             unpatch_order_check()
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    """Stand in for the copying of a module, which would copy empty parameters and what DeepSpeed hung on them."""
+    raise UnsupportedError(
+        "backend 'deepspeed' at stage 3 shards the parameters, and a copy of the module would hold empty ones: copy it "
+        "before prepare and load session.full_weights() into the copy, or use deepspeed:stage=2 or ddp"
+    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

