@@ -16,8 +16,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def average(parameters: Sequence[Tensor]) -> bool:
-    """Average the gradients over the ranks, in place, and return whether any rank has a sparse one. Collective.
+def average(parameters: Sequence[Tensor], *, special: bool = False) -> bool:
+    """Average the gradients over the ranks, in place, and return whether any rank's were special. Collective.
+
+    They are where one is sparse, or the caller says so.
 
     A rank without a gradient that another one has counts as zero; one that no rank has stays None. A gradient that is
     sparse on all ranks that have it stays sparse; elsewhere it becomes dense.
@@ -26,9 +28,10 @@ def average(parameters: Sequence[Tensor]) -> bool:
         return False
     dense = [value.grad is not None and not value.grad.is_sparse for value in parameters]
     sparse = [value.grad.sparse_dim() if value.grad is not None else 0 for value in parameters]
-    have = torch.tensor([dense, sparse], dtype=torch.uint8, device=parameters[0].device)
+    have = torch.tensor([*dense, *sparse, special], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(have, dist.ReduceOp.MAX)
-    dense, sparse = have.tolist()
+    told = have.tolist()
+    dense, sparse = told[: len(parameters)], told[len(parameters) : -1]
     for value, is_dense, sparse_dims in zip(parameters, dense, sparse, strict=True):
         if sparse_dims and not is_dense:
             value.grad = _sparse_average(value, sparse_dims)
@@ -44,7 +47,7 @@ def average(parameters: Sequence[Tensor]) -> bool:
         flat /= dist.get_world_size()
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    return any(sparse)
+    return any(sparse) or bool(told[-1])
 
 
 def _sparse_average(value: Tensor, dims: int) -> Tensor:

@@ -44,13 +44,15 @@ class DDPEngine(Engine):
         self._distributed = dist.get_world_size() > 1
         self._frozen: list[Tensor] = []
         self._ddp: DistributedDataParallel | None = None
-        # The first window is averaged after the pass. It shows whether gradients are sparse, which the reducer must
-        # know beforehand, on every rank.
+        # The first window is averaged after the pass. It shows whether gradients are sparse, or come from a backward
+        # within the backward, which the reducer can't follow on some ranks and must know on all.
         self._overlap = False
         self._may_overlap = options.overlap
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         overlap = last and self._overlap
+        first = last and self._may_overlap and self._distributed and not overlap
+        passes = _Passes(loss, self._parameters) if first else None
         if overlap:
             ddp = self._wrapped()
             if ddp is not None:
@@ -72,8 +74,8 @@ class DDPEngine(Engine):
                 "which averages the gradients after the pass"
             ) from error
         if last and self._distributed and not overlap:
-            sparse = average(self._parameters)
-            self._may_overlap = self._may_overlap and not sparse
+            special = average(self._parameters, special=passes is not None and passes.nested())
+            self._may_overlap = self._may_overlap and not special
             self._overlap = self._may_overlap
 
     def _wrapped(self) -> DistributedDataParallel | None:
@@ -122,6 +124,26 @@ class DDPEngine(Engine):
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
         self._distributed = self._overlap = False
+
+
+class _Passes:
+    """Notices, in one backward from a loss, whether gradients come from another one within it."""
+
+    def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._ids: set[int] = set()
+        self._handles = [loss.register_hook(self._note)]
+        self._handles += [
+            value.register_post_accumulate_grad_hook(self._note) for value in parameters if value.requires_grad
+        ]
+
+    def nested(self) -> bool:
+        """Return whether there was one, once the backward is over."""
+        for handle in self._handles:
+            handle.remove()
+        return len(self._ids) > 1
+
+    def _note(self, _: Tensor) -> None:
+        self._ids.add(torch._C._current_graph_task_id())
 
 
 def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
