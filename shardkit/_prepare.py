@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
 from shardkit._buffers import Buffers, broadcast_module
-from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint, signature_of
+from shardkit._checks import check_fit, check_model, check_optimizer, check_repeatable, fingerprint, signature_of
 from shardkit._evaluation import EvaluationEngine
 from shardkit._options import typed_options
 from shardkit._precision import check_precision, lower
@@ -92,6 +92,8 @@ def _plan(
         _check_unprepared(plan.module)
         if optimizer is not None:
             check_optimizer(plan.module, optimizer)
+            if expected_world_size() > 1:
+                check_repeatable(plan.backend, optimizer)
     except ShardkitError as refusal:
         return plan, refusal
     return plan, None

@@ -17,6 +17,7 @@ from shardkit import _checkpoint
 from shardkit._checks import check_loss, settings_of
 from shardkit._evaluation import evaluating
 from shardkit._guard import guard, unguard
+from shardkit._loads import Loads
 from shardkit._precision import autocast, make_scaler
 from shardkit._processes import cause_of_nonfinite, joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
@@ -91,6 +92,7 @@ class Session:
         self._grad_norm: float | None = None
         self._failed = ""
         self._closed = False
+        self._loads = Loads(model)
         self._guarded = guard(engine.optimizer) if engine.optimizer is not None else {}
 
     @property
@@ -176,7 +178,8 @@ class Session:
 
         Raises:
             StateError: there was no ``backward`` since the last step.
-            MismatchError: the optimizer's groups have other settings on another rank; nothing moved.
+            MismatchError: the optimizer's groups have other settings on another rank, or it loaded other weights since
+                ``prepare``; nothing moved.
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
                 ``on_nonfinite="skip"``, and in fp16 while the loss scale can fall, the step returns False instead.
         """
@@ -350,6 +353,7 @@ class Session:
         self._progress = state["windows"]
         if self._windows is not None and self._progress is not None:
             self._windows.load_state_dict(self._progress)
+        self._loads.forget()
         set_random_state(state["random"], self._device)
 
     def close(self) -> None:
@@ -389,6 +393,7 @@ class Session:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
     def _release(self) -> None:
+        self._loads.close()
         if self._engine.optimizer is not None:
             unguard(self._engine.optimizer, self._guarded)
         self._processes.close()
@@ -457,7 +462,7 @@ class Session:
         return had_room
 
     def _require_equal_settings(self) -> None:
-        """Raise unless all ranks have the same settings in the optimizer's groups, such as the learning rate."""
+        """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
         if self.world_size == 1:
             return
         groups = self.optimizer.param_groups
@@ -465,8 +470,8 @@ class Session:
             f"settings of group {index} of the optimizer": settings_of(group) for index, group in enumerate(groups)
         }
         facts["loss scale"] = {"value": repr(self._engine.loss_scale)}
-        if not self._processes.all_equal(crc32(repr(facts).encode())):
-            same_everywhere(self._processes.agree(facts))
+        if not self._processes.all_equal(crc32(repr(facts).encode(), self._loads.sum)):
+            same_everywhere(self._processes.agree({**facts, **self._loads.facts()}))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()

@@ -94,6 +94,8 @@ class PartitionEngine(ShardedEngine):
         for index, value in enumerate(self._params):
             if value.grad is not None:
                 self._seen[index] = 1
+                if value.grad.is_sparse:
+                    value.grad = value.grad.to_dense()
             else:
                 self._zeros(index)
             self._release(index)

@@ -28,7 +28,7 @@ def test_case(name: str, strategy: str, tmp_path_factory: pytest.TempPathFactory
     reason = reason_left_out(name, strategy)
     if reason is not None:
         pytest.skip(reason)
-    outcomes = case_outcomes(strategy, tmp_path_factory.getbasetemp())[name]
+    outcomes = case_outcomes(strategy, CASES[name].__module__, tmp_path_factory.getbasetemp())[name]
     words = refusal(name, strategy)
     if words is None:
         failures = [f"rank {rank}:\n{outcome['traceback']}" for rank, outcome in enumerate(outcomes) if outcome]
@@ -42,10 +42,14 @@ def test_case(name: str, strategy: str, tmp_path_factory: pytest.TempPathFactory
 
 
 @cache
-def case_outcomes(strategy: str, base: Path) -> dict[str, list[Any]]:
-    """Return each case's outcome on each rank: None, or what was raised. All cases share one launch if they can."""
-    names = [name for name in CASES if reason_left_out(name, strategy) is None]
+def case_outcomes(strategy: str, module: str, base: Path) -> dict[str, list[Any]]:
+    """Return each outcome of a module's cases on each rank: None, or what was raised. They share a launch."""
     folder = base / "cases" / re.sub(r"\W", "-", strategy)
+    names = [
+        name
+        for name, function in CASES.items()
+        if function.__module__ == module and reason_left_out(name, strategy) is None
+    ]
     try:
         ranks = run(_run_cases, strategy, names, folder, processes=2, timeout=150)
     except LaunchError:
@@ -59,8 +63,9 @@ def case_outcomes(strategy: str, base: Path) -> dict[str, list[Any]]:
                 found = [{name: lost}, {name: lost}]
             for rank, outcome in zip(ranks, found, strict=True):
                 rank.update(outcome)
-    SEEN[strategy] = {name: [rank[name] for rank in ranks] for name in names}
-    return SEEN[strategy]
+    outcomes = {name: [rank[name] for rank in ranks] for name in names}
+    SEEN.setdefault(strategy, {}).update(outcomes)
+    return outcomes
 
 
 def _run_cases(strategy: str, names: list[str], folder: Path) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def _run_cases(strategy: str, names: list[str], folder: Path) -> dict[str, Any]:
         outcomes[name] = None
         try:
             CASES[name](Prepare(strategy, folder / name), rank)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             told = error.__class__.__name__ if isinstance(error, ShardkitError) else ""
             outcomes[name] = {"kind": told, "message": str(error), "traceback": traceback.format_exc()}
     return outcomes

@@ -27,7 +27,10 @@ def missing_libraries() -> list[str]:
 
 def run_strategy(strategy: str, folder: Path) -> Cells:
     """Return the cells of a strategy, by running the cases as the tests do."""
-    return cells(strategy, case_outcomes(strategy, folder))
+    outcomes: dict[str, list[Any]] = {}
+    for module in dict.fromkeys(case.__module__ for case in load_cases().values()):
+        outcomes |= case_outcomes(strategy, module, folder)
+    return cells(strategy, outcomes)
 
 
 def cells(strategy: str, outcomes: dict[str, list[Any]]) -> Cells:
