@@ -92,6 +92,10 @@ def _sharded(
     scalars = [value for value in model.parameters() if plan.stage == 3 and value.dim() == 0]
     for value in scalars:
         value.data = value.data.view(1)
+    if plan.stage == 3:
+        for value in model.parameters():
+            # DeepSpeed sends a parameter's bytes as they lie.
+            value.data = value.data.contiguous()
     engine = build_engine(library, model, fragments, plan.config, device)
     check_driven(engine.optimizer, plan.stage, library.__version__)
     if plan.stage < 3:

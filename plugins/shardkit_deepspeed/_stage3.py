@@ -13,6 +13,7 @@ import torch
 from shardkit.errors import UnsupportedError
 from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._restore import Restore
@@ -38,6 +39,7 @@ class Stage3Engine(ShardedEngine):
         super().__init__(*args)
         if not _open:
             patch_order_check()
+            patch_outputs()
         _open += 1
         self._restore = restore
         self._gather = deepspeed.zero.GatheredParameters
@@ -55,6 +57,7 @@ class Stage3Engine(ShardedEngine):
         self._fetch = self._coordinator.fetch_sub_module
         self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
+        gather_in_every_backward(self._zero.parameter_offload, self.model)
         self._wrapped: list[str] = []
         # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
         self._wrap("generate", self.gathered)
@@ -111,7 +114,7 @@ class Stage3Engine(ShardedEngine):
         except RuntimeError as error:
             error.add_note(
                 "backend 'deepspeed' at stage 3 shards a parameter while its module doesn't run: a loss computed from "
-                "parameters outside of their module, or with second derivatives, needs deepspeed:stage=2 or ddp"
+                "parameters outside of their module needs deepspeed:stage=2 or ddp"
             )
             raise
         finally:
@@ -303,6 +306,7 @@ class Stage3Engine(ShardedEngine):
         if not _open:
             restore_linear()
             unpatch_order_check()
+            unpatch_outputs()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
