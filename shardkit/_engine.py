@@ -39,6 +39,11 @@ class Engine(ABC):
     optimizer: Optimizer | None
     """A torch optimizer whose ``param_groups`` are live: what is written there holds from the next step on."""
 
+    whole_gradients: bool = True
+    """Whether ``parameter.grad`` is the whole averaged gradient, the same on every rank, from the window's last
+    ``backward`` to ``step``, and what the user changes in it there counts. Where not, the session refuses to show it
+    then."""
+
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         """Add the gradient of ``loss`` to the window.

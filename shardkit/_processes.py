@@ -75,7 +75,7 @@ class Processes:
         Raises:
             StateError: a rank didn't come: ``what`` was not called on all ranks. The ranks can go on training.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or not dist.is_initialized():
             return
         # Through the store, not a collective: a collective that timed out would leave its group unusable.
         store = dist.PrefixStore("shardkit/meet", dist.distributed_c10d._get_default_store())

@@ -14,9 +14,11 @@ from zlib import crc32
 import torch
 
 from shardkit import _checkpoint
+from shardkit._aside import Aside
 from shardkit._checks import check_loss, settings_of
 from shardkit._processes import same_everywhere
 from shardkit._random import get_random_state, set_random_state
+from shardkit._tripwire import Tripwire
 from shardkit.errors import NonFiniteError, StateError
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ class Session:
         self._failed = ""
         self._closed = False
         self._guarded = _guard(engine.optimizer) if engine.optimizer is not None else {}
+        self._aside = Aside(engine.model)
+        self._tripwire = None if engine.whole_gradients else Tripwire(engine.model, backend.name)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -141,12 +145,18 @@ class Session:
         self._losses.append(value)
         # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
         gradient = scale if isinstance(value, float) and isfinite(value) else scale + 0 * value
+        aside = self._aside.take()
         try:
             self._engine.backward(loss, gradient, last=last)
         except BaseException as error:
             self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
             raise
+        finally:
+            if aside is not None:
+                self._aside.give_back(aside)
         self._micro += 1
+        if last and self._tripwire is not None:
+            self._tripwire.arm()
 
     def step(self) -> bool:
         """Update the weights if the window is complete, and return whether they moved.
@@ -165,6 +175,7 @@ class Session:
                 raise StateError("step without backward: call session.backward(loss) first")
             return False
         self._require_equal_settings()
+        self._disarm()
         try:
             update = self._engine.step()
         except BaseException as error:
@@ -209,7 +220,12 @@ class Session:
                 f"{self._accumulate} micro-batches are in"
             )
         self._processes.meet("full_gradients")
-        return self._engine.full_gradients()
+        armed = self._disarm()
+        try:
+            return self._engine.full_gradients()
+        finally:
+            if armed and self._tripwire is not None:
+                self._tripwire.arm()
 
     @contextmanager
     def evaluate(self) -> Iterator[nn.Module]:
@@ -254,6 +270,7 @@ class Session:
         """
         self._require_usable()
         state = _checkpoint.load(Path(directory), self.strategy, self._processes, self._signature)
+        self._disarm()
         self._engine.load_state_dict(state["engine"])
         groups = self.optimizer.param_groups if self._engine.optimizer is not None else []
         for group, saved in zip(groups, state["groups"], strict=True):
@@ -267,10 +284,15 @@ class Session:
         """End the session: the module is the user's again, with whole weights, and can be prepared anew.
 
         The process group is destroyed if shardkit made it and no other session uses it.
+
+        Raises:
+            StateError: the call isn't made on all ranks within 30 s; the session stays open.
         """
         if self._closed:
             return
+        self._processes.meet("close")
         self._closed = True
+        self._disarm()
         try:
             self._engine.close()
             self._forget()
@@ -296,10 +318,21 @@ class Session:
                 self._closed = True
                 self._release()
 
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a session can't be copied or pickled: session.save(directory) writes it, and session.full_weights() gives "
+            "the weights for a fresh module"
+        )
+
     def __repr__(self) -> str:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
+    def _disarm(self) -> bool:
+        return self._tripwire is not None and self._tripwire.disarm()
+
     def _release(self) -> None:
+        self._disarm()
+        self._aside.close()
         for name, own in self._guarded.items():
             self.optimizer.__dict__.pop(name, None)
             if own is not None:

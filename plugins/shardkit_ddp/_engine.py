@@ -102,6 +102,9 @@ class DDPEngine(Engine):
         type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
 
     def close(self) -> None:
+        for parameter in self._parameters:
+            # Those of a window in progress are views of the reducer's buckets.
+            parameter.grad = None
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
         self._distributed = False

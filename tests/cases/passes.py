@@ -184,20 +184,24 @@ def a_generator_learns_through_a_critic(prepare: Prepare, rank: int) -> None:
 
 
 @case()
-def a_generators_loss_through_a_critic_that_is_not_frozen_is_right_or_refused(prepare: Prepare, rank: int) -> None:
-    """The critic gets gradients too, from a backward that isn't its session's: they must not count in its step."""
+def a_critic_that_a_generators_loss_goes_through_keeps_its_own_gradients(prepare: Prepare, rank: int) -> None:
+    """The critic isn't frozen: the generator's backward brings it gradients, between its windows and within one."""
     generator, critic = W(1), W(2)
-    with prepare(generator, sgd(generator)) as first, prepare(critic, sgd(critic)) as second:
-        fake = first.model([rank + 1.0])
-        step(first, second.model.w.sum() * fake if "stage=3" not in prepare.text else second.model(fake))
-        # d/dg = critic * x: 1 - 0.1 * 2 * 1.5
-        assert_close(first.full_weights()["w"], [0.7])
-        try:
-            step(second, second.model([rank + 1.0]))
-        except StateError as error:
-            assert "outside of the session" in str(error)  # noqa: PT017
-        else:
-            assert_close(second.full_weights()["w"], [1.85])
+    with prepare(generator, sgd(generator)) as first, prepare(critic, sgd(critic), accumulate=2) as second:
+        for value in (1.0, 3.0):
+            step(first, second.model(first.model([value + rank])))
+            step(second, second.model([rank + value]))
+        # The critic's gradient is the mean of 1, 2 and 3, 4; the generator's is the critic times 1.5, then 3.5.
+        assert_close(second.full_weights()["w"], [1.75])
+        assert_close(first.full_weights()["w"], [1 - 0.1 * 2 * 1.5 - 0.1 * 2 * 3.5])
+        # And between the critic's backward and its step.
+        step(second, second.model([1.0]))
+        second.backward(second.model([3.0]))
+        before = second.full_gradients()["w"]
+        step(first, second.model(first.model([1.0])))
+        assert_close(second.full_gradients()["w"], before)
+        assert second.step()
+        assert_close(second.full_weights()["w"], [1.55])
 
 
 @case()
@@ -841,3 +845,80 @@ def a_loss_that_is_none_is_refused_and_the_next_counts(prepare: Prepare, rank: i
                 session.backward(wrong)  # type: ignore[arg-type]
         step(session, out)
         assert_close(session.full_weights()["w"], [0.85])
+
+
+# Gradients between backward and step.
+
+
+SHARDS_GRADIENTS = ("fairscale", "deepspeed:stage=1", "deepspeed:stage=2", "deepspeed:stage=3")
+
+
+def shards_gradients(prepare: Prepare) -> bool:
+    return prepare.text.partition(",")[0] in SHARDS_GRADIENTS
+
+
+@case()
+def c68_clipping_by_the_user_counts_or_is_refused(prepare: Prepare, rank: int) -> None:
+    def clip_norm(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    def clip_value(model: nn.Module) -> None:
+        for value in model.parameters():
+            if value.grad is not None:
+                value.grad.clamp_(-0.01, 0.01)
+
+    def replace(model: nn.Module) -> None:
+        for value in model.parameters():
+            value.grad = torch.ones_like(value)
+
+    for change in (clip_norm, clip_value, replace):
+        reference, model = mlp(), mlp()
+        optimizer = sgd(reference)
+        for index in range(2):
+            optimizer.zero_grad()
+            reference(torch.cat([batch(index, part) for part in range(4)])).square().mean().backward()
+            if not shards_gradients(prepare):
+                change(reference)
+            optimizer.step()
+        with prepare(model, sgd(model), accumulate=2) as session:
+            for index in range(2):
+                for micro in range(2):
+                    session.backward(session.model(batch(index, 2 * micro + rank)).square().mean())
+                    if micro == 1 and shards_gradients(prepare):
+                        with pytest.raises(StateError, match=r"full_gradients.*max_grad_norm"):
+                            change(session.model)
+                        assert list(session.full_gradients()) == [name for name, _ in model.named_parameters()]
+                        with pytest.raises(StateError, match="full_gradients"):
+                            change(session.model)
+                    elif micro == 1:
+                        change(session.model)
+                    session.step()
+            assert_close(session.full_weights(), dict(reference.state_dict()))
+        assert {type(value) for value in model.parameters()} == {nn.Parameter}
+        assert all(value.grad is None for value in model.parameters())
+
+
+@case()
+def c68_what_is_copied_between_backward_and_step_can_be_trained(prepare: Prepare, rank: int) -> None:
+    model = mlp()
+    with prepare(model, sgd(model)) as session:
+        session.backward(session.model(batch(0, rank)).square().mean())
+        if "stage=3" not in prepare.text:
+            copied = nn.Parameter(torch.ones(1)) if prepare.text == "ddp" else copy.deepcopy(model[0].bias)
+            copied.sum().backward()
+            assert copied.grad is not None
+        assert session.step()
+
+
+@case()
+def c68_a_session_left_between_backward_and_step_shows_gradients_again(prepare: Prepare, rank: int) -> None:
+    model = mlp()
+    with prepare(model, sgd(model)) as session:
+        session.save(prepare.folder)
+        session.backward(session.model(batch(0, rank)).square().mean())
+        session.load(prepare.folder)
+        assert [value.grad for value in model.parameters()] == [None] * 4
+        session.backward(session.model(batch(0, rank)).square().mean())
+    assert [value.grad for value in model.parameters()] == [None] * 4
+    model(batch(0, 0)).sum().backward()
+    assert all(value.grad is not None for value in model.parameters())
