@@ -68,6 +68,7 @@ def _replicated(
     engine = build_engine(library, model, given, plan.config, device)
     _remove_forward_hooks(engine)
     restore.built()
+    restore.let_copy(plan.stage)
     return ReplicatedEngine(model, optimizer, engine, twin, strategy, plan.bucket_size, restore)
 
 
@@ -101,6 +102,7 @@ def _sharded(
     if plan.stage < 3:
         _remove_forward_hooks(engine)
     restore.built()
+    restore.let_copy(plan.stage)
     if plan.stage == 3:
         return Stage3Engine(
             model, optimizer, engine, fragments, strategy, deepspeed=library, restore=restore, scalars=scalars
