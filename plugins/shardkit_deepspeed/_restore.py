@@ -44,7 +44,8 @@ class Restore:
     def undo(self) -> None:
         for part, kind in self._kinds:
             if type(part._parameters) is not kind:
-                part._parameters = kind(part._parameters)
+                # Past DeepSpeed's own ``__getitem__``, which gathers.
+                part._parameters = kind(dict.items(part._parameters))
         for owner, before, added in self._owners:
             for name in set(vars(owner)) - before:
                 if name in added or name in _LATER or name.startswith("ds_"):

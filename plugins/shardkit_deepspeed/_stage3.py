@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from shardkit.errors import UnsupportedError
+from shardkit.errors import StateError, UnsupportedError
 from shardkit.gradients import norms
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
@@ -18,12 +17,12 @@ from shardkit_deepspeed._library import patch_order_check, restore_linear, unpat
 from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
+from shardkit_deepspeed._watch import broken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _open = 0
-_numbers = itertools.count()
 # What DeepSpeed does as modules run, other than to fetch.
 _GATHERING = ("release_sub_module", "trace_prologue", "record_module", "reset_step")
 
@@ -55,7 +54,7 @@ class Stage3Engine(ShardedEngine):
         self._whole = False
         self._reading = False
         self._fetch = self._coordinator.fetch_sub_module
-        self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
+        self._lockstep = Lockstep(self.model) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
         gather_in_every_backward(self._zero.parameter_offload, self.model)
         self._wrapped: list[str] = []
@@ -119,6 +118,8 @@ class Stage3Engine(ShardedEngine):
             raise
         finally:
             self._running = False
+        if self._lockstep is not None:
+            self._lockstep.end()
         self._order.finish(self._release, self._zeros)
         zero.overlapping_partition_gradients_reduce_epilogue()
         zero.backward_epilogue()
@@ -271,6 +272,8 @@ class Stage3Engine(ShardedEngine):
     @torch.no_grad()
     def _load_weights(self, state: dict[str, Any]) -> None:
         zero = self._zero
+        if self._lockstep is not None:
+            self._lockstep.restart()
         zero.parameter_offload.partition_all_parameters()
         for group, (master, saved) in enumerate(zip(zero.fp32_partitioned_groups_flat, state["shards"], strict=True)):
             master.data.copy_(saved)
@@ -284,13 +287,34 @@ class Stage3Engine(ShardedEngine):
 
     def close(self) -> None:
         global _open
+        parted = self._world_size > 1 and broken()
         for handle in self._handles:
             handle.remove()
-        self._drop_gradients()
+        if self._lockstep is not None:
+            self._lockstep.close()
+        if not parted:
+            self._drop_gradients()
         for name in self._wrapped:
             del self.model.__dict__[name]
         self._library.module_forward_pre_hook.remove()
         self._library.module_forward_post_hook.remove()
+        if not parted:
+            self._give_back()
+            self._library.destroy()
+        _forget(self.model)
+        self._restore.undo()
+        _open -= 1
+        if not _open:
+            restore_linear()
+            unpatch_order_check()
+            unpatch_outputs()
+        if parted:
+            raise StateError(
+                "backend 'deepspeed' at stage 3 can't give the weights back, since the ranks parted in the midst of a "
+                "collective: go on from a checkpoint in new processes"
+            )
+
+    def _give_back(self) -> None:
         self._zero.parameter_offload.partition_all_parameters()
         values: list[Any] = list(self.model.parameters())
         for value in values:
@@ -299,14 +323,6 @@ class Stage3Engine(ShardedEngine):
             value.partition()
             value.ds_tensor = None
             value.data = whole
-        self._library.destroy()
-        _forget(self.model)
-        self._restore.undo()
-        _open -= 1
-        if not _open:
-            restore_linear()
-            unpatch_order_check()
-            unpatch_outputs()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
