@@ -32,7 +32,7 @@ class Lockstep:
         self._holds = {id(part) for part in model.modules() if next(part.parameters(recurse=False), None) is not None}
         self._followers: dict[int, set[int]] = {}
         self._last = _END
-        self._parted: list[str] | None = None
+        self._parted: list[int] | None = None
         # Of its own: where ranks part, what they say of it meets no other collective.
         self._group = dist.new_group(backend="gloo")
 
@@ -63,16 +63,19 @@ class Lockstep:
         dist.destroy_process_group(self._group)
 
     def _go(self, place: int) -> None:
-        name = "the end of its backward" if place == _END else self._names[place // 2]
-        if place >= 0 and not place % 2:
-            name += " in backward"
+        name = self._name(place)
         _watch.now_at(name)
-        if self._parted is not None:
-            _watch.refuse(self._parted)
         followers = self._followers.get(self._last, ())
-        if len(followers) != 1 or place not in followers:
+        if self._parted is None and (len(followers) != 1 or place not in followers):
             self._parted = _watch.gate(place, name, self._group)
-            if self._parted is not None:
-                _watch.refuse(self._parted)
-            self._followers.setdefault(self._last, set()).add(place)
+            if self._parted is None:
+                self._followers.setdefault(self._last, set()).add(place)
+        if self._parted is not None:
+            _watch.refuse([self._name(other) for other in self._parted])
         self._last = place
+
+    def _name(self, place: int) -> str:
+        if place == _END:
+            return "the end of its backward"
+        name = self._names[place // 2]
+        return name if place % 2 else f"{name} in backward"

@@ -86,7 +86,7 @@ def _hear(number: int) -> None:
                 _part(store, keys)
 
 
-def gate(place: int, name: str, group: Any) -> list[str] | None:
+def gate(place: int, name: str, group: Any) -> list[int] | None:
     """Wait until all ranks are at a gate; return where each is if they differ, else None. Collective.
 
     Raises:
@@ -95,9 +95,14 @@ def gate(place: int, name: str, group: Any) -> list[str] | None:
     global _passed
     store, keys = _keys()
     own = keys[dist.get_rank()]
-    store.set(own, f"{_issued}|waits|{name}")
+    announced = False
 
     def look() -> None:
+        nonlocal announced
+        if not announced:
+            # Only now: in ordinary times nobody waits as long.
+            store.set(own, f"{_issued}|waits|{name}")
+            announced = True
         if any(store.check([key]) and b"|blocked|" in store.get(key) for key in keys):
             _part(store, keys)
 
@@ -106,10 +111,12 @@ def gate(place: int, name: str, group: Any) -> list[str] | None:
     high, low = told.tolist()
     found = None
     if high != -low:
-        found = [store.get(key).decode().split("|", 2)[2] for key in keys]
-        dist.barrier(group)
+        every = [torch.zeros_like(told) for _ in keys]
+        dist.all_gather(every, torch.tensor([place, -place]), group=group)
+        found = [int(other[0]) for other in every]
     _passed += 1
-    store.delete_key(own)
+    if announced:
+        store.delete_key(own)
     return found
 
 
