@@ -28,7 +28,7 @@ class Aside:
         """Take the gradients of the others away, and return them; None where there is no other session."""
         if len(_open) < 2:
             return None
-        taken = []
+        taken: list[tuple[Tensor, Tensor | None]] = []
         for other in _open:
             if other is not self:
                 for value in other._parameters:

@@ -38,7 +38,7 @@ class Tripwire:
         self._is_armed = True
         for _, armed, values in self._kinds:
             for value in values:
-                value.__class__ = armed  # type: ignore[assignment]
+                value.__class__ = armed
 
     def disarm(self) -> bool:
         """Let gradients be seen again, and return whether they could not."""
@@ -47,7 +47,7 @@ class Tripwire:
         self._is_armed = False
         for kind, _, values in self._kinds:
             for value in values:
-                value.__class__ = kind  # type: ignore[assignment]
+                value.__class__ = kind
         return True
 
 

@@ -44,6 +44,7 @@ class DDPEngine(Engine):
         self._distributed = dist.get_world_size() > 1
         self._frozen = [value for value in self._parameters if not value.requires_grad]
         self._ddp = _wrap(model, options) if self._distributed else None
+        self._midway = False
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         if last and self._distributed:
@@ -54,6 +55,7 @@ class DDPEngine(Engine):
             if self._ddp is not None:
                 loss = _anchored(loss, self._parameters)
                 _expect(self._ddp.reducer, loss)
+        self._midway = True
         try:
             loss.backward(gradient)
         except RuntimeError as error:
@@ -64,6 +66,7 @@ class DDPEngine(Engine):
                 "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
                 "which averages the gradients after the pass"
             ) from error
+        self._midway = False
         if last and self._distributed and not self._options.overlap:
             average(self._parameters)
 
@@ -98,6 +101,10 @@ class DDPEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+        if self._midway and self._ddp is not None:
+            # A backward failed, and left the reducer in the middle of its work.
+            self._ddp = _wrap(self.model, self._options)
+            self._midway = False
         self.model.load_state_dict(state["model"])
         type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from unittest import mock
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import shardkit
-from shardkit import Session, Strategy, _processes
+from shardkit import Session, _processes
 from shardkit.errors import InputError, ShardkitError, StateError, StrategyError
 from tests.cases._models import Prepare, W, assert_close, batch, mlp, sgd, step, train, train_alone
 from tests.cases._table import case
-
 
 # One after another.
 
@@ -213,7 +211,7 @@ def c79_the_module_is_copied_whole_or_says_what_to_do(prepare: Prepare, rank: in
                 try:
                     twin = copied(part)
                 except StateError as error:
-                    assert "deepspeed" in prepare.text  # noqa: PT017
+                    assert "deepspeed" in prepare.text
                     assert "full_weights" in str(error)  # noqa: PT017
                     continue
                 prefix = "" if part is session.model else "0."
