@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import UnsupportedError
-from shardkit_deepspeed._watch import watched
+from shardkit_deepspeed._watch import reduce_scatter, watched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,9 +125,11 @@ def _join(deepspeed: Any) -> None:
         ("all_gather_function", "all_gather_single"),
         ("reduce_scatter_function", "reduce_scatter_single"),
     ):
-        function = getattr(dist, new, None) or getattr(comm.cdb, old)
+        setattr(comm.cdb, old, getattr(dist, new, None) or getattr(comm.cdb, f"get_{old}")())
+    if dist.get_backend() == "gloo":
         # Elsewhere to wait for a collective is no more than to order it before what follows.
-        setattr(comm.cdb, old, watched(function) if dist.get_backend() == "gloo" else function)
+        comm.cdb.all_gather_function = watched(comm.cdb.all_gather_function)
+        comm.cdb.reduce_scatter_function = reduce_scatter
 
 
 @contextmanager

@@ -35,6 +35,8 @@ class Lockstep:
         self._parted: list[int] | None = None
         # Of its own: where ranks part, what they say of it meets no other collective.
         self._group = dist.new_group(backend="gloo")
+        if dist.get_backend() == "gloo":
+            _watch.open_reductions()
 
     def enter(self, part: nn.Module, forward: bool) -> None:
         """Take note that this rank is about to gather the parameters of ``part``. Collective.
@@ -63,11 +65,10 @@ class Lockstep:
         dist.destroy_process_group(self._group)
 
     def _go(self, place: int) -> None:
-        name = self._name(place)
-        _watch.now_at(name)
+        _watch.now_at(self._name(place))
         followers = self._followers.get(self._last, ())
         if self._parted is None and (len(followers) != 1 or place not in followers):
-            self._parted = _watch.gate(place, name, self._group)
+            self._parted = _watch.gate(place, self._group)
             if self._parted is None:
                 self._followers.setdefault(self._last, set()).add(place)
         if self._parted is not None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from shardkit.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _LOOK = timedelta(seconds=1)
 _TALK = timedelta(seconds=20)
 
-_issued = 0
-_passed = 0
+# How many collectives of each kind this rank has started, each kind on a process group of its own.
+_started = {"gather": 0, "reduce": 0, "gate": 0}
 _broken: weakref.ref[Any] | None = None
 _here = ""
+_reductions: dict[Any, Any] = {}
+_rounds = 0
 
 
 def broken() -> bool:
@@ -32,106 +38,122 @@ def now_at(name: str) -> None:
     _here = name
 
 
-def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of torch's collectives, whose wait ends with an error when a rank doesn't come to it."""
+def open_reductions() -> None:
+    """Give reductions a process group of their own: where ranks part, one must not meet a gather. Collective."""
+    current = dist.distributed_c10d._get_default_group()
+    if current not in _reductions:
+        _reductions.clear()
+        _reductions[current] = dist.new_group(backend="gloo")
 
-    def call(*arguments: Any, async_op: bool = False, **settings: Any) -> Any:
-        global _issued
-        _issued += 1
-        handle = _Watched(function(*arguments, async_op=True, **settings), _issued)
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather of torch's, whose wait ends with an error when a rank doesn't come to it."""
+
+    def gather(*arguments: Any, async_op: bool = False, **settings: Any) -> Any:
+        _started["gather"] += 1
+        handle = _Watched(function(*arguments, async_op=True, **settings), "gather")
         return handle if async_op else handle.wait()
 
-    return call
+    return gather
+
+
+def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any = None, async_op: bool = False) -> Any:
+    """Reduce as gloo's own does it: all to all, of which each rank keeps its part. Gloo's own can't be watched."""
+    whole = given.clone()
+    current = dist.distributed_c10d._get_default_group()
+    if current in _reductions and dist.get_world_size(group) == dist.get_world_size():
+        group = _reductions[current]
+    _started["reduce"] += 1
+
+    def keep() -> None:
+        output.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].view_as(output))
+
+    handle = _Watched(dist.all_reduce(whole, op, group=group, async_op=True), "reduce", keep)
+    return handle if async_op else handle.wait()
 
 
 class _Watched:
-    """A handle to a collective, and its number among all that this rank has started."""
+    """A handle to a collective, of a kind and with its number among those that this rank has started."""
 
-    def __init__(self, work: Any, number: int) -> None:
+    def __init__(self, work: Any, kind: str, then: Callable[[], None] | None = None) -> None:
         self._work = work
-        self._number = number
+        self._then = then
+        self._kind = kind
+        self._number = _started[kind]
 
-    def wait(self, *_: Any) -> Any:
-        return _patient(self._work, lambda: _hear(self._number))
+    def wait(self, *_: Any) -> None:
+        while not self._ended():
+            _look(self._kind, self._number)
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+    def _ended(self) -> bool:
+        try:
+            if self._work is not None:
+                self._work.wait(_LOOK)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
+            return False
+        return True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
-def _patient(work: Any, look: Callable[[], None]) -> Any:
-    if work is None:
-        return None
-    while True:
-        try:
-            return work.wait(_LOOK)
-        except RuntimeError as error:
-            if "imed out" not in str(error):
-                raise
-        look()
+def _look(kind: str, number: int) -> None:
+    """Tell the others what this rank waits in, and raise if one of them waits for it in something else.
 
-
-def _keys() -> tuple[Any, list[str]]:
-    store = dist.PrefixStore("shardkit/deepspeed/gate", dist.distributed_c10d._get_default_store())
-    return store, [f"{_passed}/{rank}" for rank in range(dist.get_world_size())]
-
-
-def _hear(number: int) -> None:
-    """Look whether another rank waits at a gate, and never came to the collective of this number."""
-    store, keys = _keys()
+    That is certain where neither has started what the other waits in, also if what it tells is old: had it gone on, so
+    would this rank have come to it.
+    """
+    store = dist.PrefixStore("shardkit/deepspeed/waits", dist.distributed_c10d._get_default_store())
+    keys = [f"{_rounds}/{rank}" for rank in range(dist.get_world_size())]
+    own = {"kind": kind, "number": number, "started": _started, "at": _here}
+    store.set(keys[dist.get_rank()], json.dumps(own))
     for key in keys:
         if store.check([key]):
-            issued, _, _ = store.get(key).decode().split("|", 2)
-            if int(issued) < number:
-                store.set(keys[dist.get_rank()], f"{issued}|blocked|{_here}")
+            other = json.loads(store.get(key))
+            if other["started"][kind] < number and _started[other["kind"]] < other["number"]:
                 _part(store, keys)
 
 
-def gate(place: int, name: str, group: Any) -> list[int] | None:
+def gate(place: int, group: Any) -> list[int] | None:
     """Wait until all ranks are at a gate; return where each is if they differ, else None. Collective.
 
     Raises:
         UnsupportedError: another rank didn't come to a gate, and waits for this one in a collective.
     """
-    global _passed
-    store, keys = _keys()
-    own = keys[dist.get_rank()]
-    announced = False
-
-    def look() -> None:
-        nonlocal announced
-        if not announced:
-            # Only now: in ordinary times nobody waits as long.
-            store.set(own, f"{_issued}|waits|{name}")
-            announced = True
-        if any(store.check([key]) and b"|blocked|" in store.get(key) for key in keys):
-            _part(store, keys)
-
     told = torch.tensor([place, -place])
-    _patient(dist.all_reduce(told, dist.ReduceOp.MAX, group=group, async_op=True), look)
+    _started["gate"] += 1
+    _Watched(dist.all_reduce(told, dist.ReduceOp.MAX, group=group, async_op=True), "gate").wait()
     high, low = told.tolist()
-    found = None
-    if high != -low:
-        every = [torch.zeros_like(told) for _ in keys]
-        dist.all_gather(every, torch.tensor([place, -place]), group=group)
-        found = [int(other[0]) for other in every]
-    _passed += 1
-    if announced:
-        store.delete_key(own)
-    return found
+    if high == -low:
+        return None
+    every = [torch.zeros_like(told) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, torch.tensor([place, -place]), group=group)
+    return [int(other[0]) for other in every]
 
 
 def _part(store: Any, keys: list[str]) -> NoReturn:
-    global _broken, _issued, _passed
+    global _broken, _rounds
     try:
         store.wait(keys, _TALK)
     except dist.DistStoreError:
         # A rank that still computes will find the others gone.
         keys = [key for key in keys if store.check([key])]
-    told = [store.get(key).decode().split("|", 2) for key in keys]
+    told = [json.loads(store.get(key)) for key in keys]
     _broken = weakref.ref(dist.distributed_c10d._get_default_group())
-    _issued = int(told[0][0])
-    _passed += 1
-    refuse([name for _, _, name in told])
+    _started.update(dict.fromkeys(_started, 0))
+    _rounds += 1
+    if any(other["kind"] == "reduce" for other in told):
+        raise UnsupportedError(
+            "backend 'deepspeed' at stage 3 averages gradients while modules gather their parameters, and gradients of "
+            "one module came on some ranks only, or in another order (a parameter that its module uses on some ranks "
+            "only): use deepspeed:stage=2 or ddp, where ranks may differ"
+        )
+    refuse([other["at"] for other in told])
 
 
 def refuse(places: list[str]) -> NoReturn:

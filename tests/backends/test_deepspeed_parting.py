@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardkit
 from shardkit.errors import StateError, UnsupportedError
@@ -78,6 +78,39 @@ def test_of_three_ranks_all_hear_that_one_has_parted(known: int) -> None:
     messages = {message for message, _ in run(_part, "no module at all", known, processes=3, timeout=90)}
     assert len(messages) == 1
     assert "rank 1 at the end of its backward, rank 2 at the end of its backward" in messages.pop()
+
+
+class _Conditional(nn.Module):
+    """A module that uses its second parameter when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Parameter(torch.eye(8)), nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return torch.tanh(x @ self.w) @ self.u if use else torch.tanh(x @ self.w)
+
+
+def _use_on_one_rank(strategy: str) -> str:
+    model = nn.ModuleList([_Conditional() for _ in range(4)])
+    session = shardkit.prepare(model, sgd(model), strategy)
+    x = batch(0, session.rank)
+    for at, part in enumerate(session.model):
+        x = part(x, at < 3 or session.rank == 0)
+    try:
+        step(session, x.square().mean())
+    except UnsupportedError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_gradient_on_one_rank_only_never_meets_a_gather_of_another() -> None:
+    """With buckets so small that a gradient is averaged while modules still gather."""
+    first, second = run(_use_on_one_rank, "deepspeed:stage=3,reduce_bucket_size=70", processes=2, timeout=60)
+    assert "a parameter that its module uses on some ranks only" in first
+    assert first == second
+    assert run(_use_on_one_rank, "deepspeed:stage=2,reduce_bucket_size=70", processes=2) == ["trained"] * 2
+    assert run(_use_on_one_rank, "deepspeed:stage=3", processes=2) == ["trained"] * 2
 
 
 def _wait(seconds: float) -> dict[str, Tensor]:
