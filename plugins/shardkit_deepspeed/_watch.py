@@ -138,8 +138,10 @@ def gate(place: int, group: Any) -> list[int] | None:
 
 def _part(store: Any, keys: list[str]) -> NoReturn:
     global _broken, _rounds
+    # No rank leaves before the others have heard.
+    store.set(f"{keys[dist.get_rank()]}/heard", "")
     try:
-        store.wait(keys, _TALK)
+        store.wait([*keys, *(f"{key}/heard" for key in keys)], _TALK)
     except dist.DistStoreError:
         # A rank that still computes will find the others gone.
         keys = [key for key in keys if store.check([key])]

@@ -40,7 +40,7 @@ def _outcomes(strategy: str, base: Path) -> dict[str, list[Any]]:
     """Return each case's outcome on each rank: None, or what was raised. All cases share one launch if they can."""
     folder = base / "cases" / re.sub(r"\W", "-", strategy)
     try:
-        ranks = run(_run_cases, strategy, list(CASES), folder, processes=2, timeout=150)
+        ranks = run(_run_cases, strategy, list(CASES), folder, processes=2, timeout=400)
     except LaunchError:
         # A case ended or stopped the ranks: find out which, each on ranks of its own.
         ranks = [{}, {}]
