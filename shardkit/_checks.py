@@ -21,7 +21,8 @@ def check_model(model: Any) -> torch.device:
     """Return the one device on which the model lies.
 
     Raises:
-        InputError: it is no module, has no parameters, or lies on the meta device or on several.
+        InputError: it is no module, has no parameters, lies on the meta device or on several, or has a SyncBatchNorm
+            on the CPU.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a torch.nn.Module, not a {type(model).__name__}")
@@ -40,6 +41,13 @@ def check_model(model: Any) -> torch.device:
         spread = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise InputError(f"the model lies on several devices ({spread}): move it to one with model.to(device)")
     device = next(iter(devices))
+    if device.type == "cpu":
+        for name, part in model.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                raise InputError(
+                    f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only: move the model to one, or give it "
+                    "a BatchNorm, whose statistics are rank 0's after each step"
+                )
     if device.type == "meta":
         raise InputError("the model is on the meta device: it has no values; give it some with model.to_empty(...)")
     return device
@@ -148,6 +156,12 @@ def settings_of(group: dict[str, Any]) -> dict[str, str]:
         for key, value in group.items()
         if key != "params" and not (isinstance(value, Tensor) and value.numel() > 16)
     }
+
+
+def facts_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the settings of an optimizer's groups, as facts that must be the same on every rank."""
+    groups = optimizer.param_groups
+    return {f"settings of group {index} of the optimizer": settings_of(group) for index, group in enumerate(groups)}
 
 
 def _described(value: Tensor) -> str:

@@ -53,6 +53,11 @@ class Engine(ABC):
     ``full_gradients`` see them unscaled; :func:`shardkit.gradients.unscale` does that.
     """
 
+    whole_gradients: bool = True
+    """Whether ``parameter.grad`` is the whole averaged gradient, the same on every rank, from the window's last
+    ``backward`` to ``step``, and what the user changes in it there counts. Where not, the session refuses to show it
+    then."""
+
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         """Add the gradient of ``loss`` to the window.

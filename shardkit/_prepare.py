@@ -183,5 +183,6 @@ def _check_unprepared(module: nn.Module) -> None:
         if other is module or any(id(parameter) in own for parameter in other.parameters()):
             raise StateError(
                 f"this {type(module).__name__} is prepared already, or shares parameters with a "
-                f"{type(other).__name__} that is: close its session first"
+                f"{type(other).__name__} that is: close its session first. A model has one session; for other settings "
+                "on other parameters give it one optimizer with a group for each"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import math
 import os
 import time
 from collections import Counter
@@ -88,7 +87,7 @@ class Processes:
         Raises:
             StateError: a rank didn't come: ``what`` was not called on all ranks. The ranks can go on training.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or not dist.is_initialized():
             return
         # Through the store, not a collective: a collective that timed out would leave its group unusable.
         store = dist.PrefixStore("shardkit/meet", dist.distributed_c10d._get_default_store())
@@ -231,10 +230,3 @@ def joined(values: Tensor, processes: Processes) -> Tensor:
         brought = "; ".join(f"rank {rank}: {tuple(part.shape)} of {part.dtype}" for rank, part in enumerate(told))
         raise InputError(f"the ranks' values differ in type, or in more than their first dimension: {brought}")
     return torch.cat(told).to(values.device)
-
-
-def cause_of_nonfinite(losses: list[float], processes: Processes) -> str | None:
-    """Return which losses of which ranks aren't finite, in words; None if all are. Collective."""
-    ranks = processes.agree(None if all(map(math.isfinite, losses)) else ", ".join(map(str, losses)))
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(ranks) if text is not None]
-    return f"a loss is not finite ({'; '.join(found)})" if found else None

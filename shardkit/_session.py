@@ -8,19 +8,23 @@ from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, final
 from zlib import crc32
 
 import torch
 
 from shardkit import _checkpoint
-from shardkit._checks import check_loss, settings_of
+from shardkit._aside import Aside
+from shardkit._checks import check_loss, facts_of
+from shardkit._count import Count
 from shardkit._evaluation import evaluating
 from shardkit._guard import guard, unguard
 from shardkit._loads import Loads
+from shardkit._nonfinite import describe_nonfinite
 from shardkit._precision import autocast, make_scaler
-from shardkit._processes import cause_of_nonfinite, joined, same_everywhere
+from shardkit._processes import joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
+from shardkit._tripwire import Tripwire
 from shardkit._windows import Training, Weight, Windows
 from shardkit.errors import InputError, NonFiniteError, StateError
 
@@ -78,22 +82,21 @@ class Session:
         self._signature = signature
         self._device = device
         self._forget = forget
-        self._micro = 0
-        # Of this window: how often the user calls backward, how often the engine does, and what each call counts.
-        self._expected = self._passes = strategy.accumulate
-        self._share = 1 / strategy.accumulate
+        self._count = Count(strategy.accumulate)
         self._windows: Windows[Any] | None = None
-        self._in_window = False
         self._progress: dict[str, Any] | None = None
         if self.scaler is not None:
             engine.loss_scale = self.scaler.scale
         self._losses: list[float | Tensor] = []
         self._seed: Tensor | None = None
+        self._factor = 0.0
         self._grad_norm: float | None = None
         self._failed = ""
         self._closed = False
         self._loads = Loads(model)
         self._guarded = guard(engine.optimizer) if engine.optimizer is not None else {}
+        self._aside = Aside(engine.model)
+        self._tripwire = None if engine.whole_gradients else Tripwire(engine.model, backend.name)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -144,9 +147,10 @@ class Session:
             StateError: the window is complete and waits for ``step``.
         """
         self._require_open()
-        if self._micro == self._expected:
+        count = self._count
+        if count.micro == count.expected:
             raise StateError(
-                f"backward past the window: {self._expected} of {self._expected} micro-batches are in; "
+                f"backward past the window: {count.expected} of {count.expected} micro-batches are in; "
                 "call session.step() after each session.backward(loss)"
             )
         check_loss(loss)
@@ -154,19 +158,25 @@ class Session:
             loss = loss.reshape(())
         # On CPU nothing waits for the number, and it is quicker to have than another tensor.
         value = loss.item() if loss.is_cpu else loss.detach()
-        seed = self._seed
-        if seed is None or seed.dtype is not loss.dtype or seed.device != loss.device:
-            factor = self._share * self._engine.loss_scale
+        factor, seed = count.share * self._engine.loss_scale, self._seed
+        if seed is None or factor != self._factor or seed.dtype is not loss.dtype or seed.device != loss.device:
             seed = self._seed = torch.tensor(factor, dtype=loss.dtype, device=loss.device)
+            self._factor = factor
         self._losses.append(value)
         # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
         gradient = seed if isinstance(value, float) and isfinite(value) else seed + 0 * value
+        aside = self._aside.take()
         try:
-            self._engine.backward(loss, gradient, last=self._micro + 1 == self._passes)
+            self._engine.backward(loss, gradient, last=count.micro + 1 == count.passes)
         except BaseException as error:
             self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
             raise
-        self._micro += 1
+        finally:
+            if aside is not None:
+                self._aside.give_back(aside)
+        count.micro += 1
+        if self._tripwire is not None and count.micro == count.passes:
+            self._tripwire.arm()
 
     def step(self) -> bool:
         """Update the weights if the window is complete, and return whether they moved.
@@ -184,26 +194,31 @@ class Session:
                 ``on_nonfinite="skip"``, and in fp16 while the loss scale can fall, the step returns False instead.
         """
         self._require_open()
-        if self._micro < self._expected:
-            if self._micro == 0:
+        count = self._count
+        if count.micro < count.expected:
+            if count.micro == 0:
                 raise StateError("step without backward: call session.backward(loss) first")
             return False
-        if self._micro < self._passes:
+        if count.micro < count.passes:
             self._fill_up()
         self._require_equal_settings()
+        self._disarm()
         try:
             update = self._engine.step()
         except BaseException as error:
             self._failed = f"a step failed with {type(error).__name__}"
             raise
-        self._micro = 0
-        if self._in_window:
+        count.micro = 0
+        if count.in_window:
             self._end_window()
         self._grad_norm = update.grad_norm
         self.step_was_skipped = not update.applied
         if self._buffers is not None:
             self._buffers.synchronize()
-        answered = self.scaler is not None and self._follow_scale(self.scaler, applied=update.applied)
+        answered = False
+        if self.scaler is not None:
+            answered = self.scaler.update(applied=update.applied)
+            self._engine.loss_scale = self.scaler.scale
         if not update.applied:
             self._say_nonfinite(answered=answered)
             return False
@@ -225,14 +240,6 @@ class Session:
         of all losses over the sum of all weights, of all ranks and micro-batches. A window's batches are taken from
         the loader before the first is used. Not collective; to iterate is.
 
-        .. code-block:: python
-
-            for window in session.windows(loader, weight=lambda batch: batch["mask"].sum()):
-                for batch in window:
-                    session.backward(summed_loss(session.model, batch))
-                if session.step():
-                    schedule.step()
-
         Raises:
             InputError: ``uneven`` is neither of the two.
             StateError: the session only evaluates.
@@ -245,7 +252,7 @@ class Session:
         if carried is None and self._windows is not None:
             carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
         plan = (self.strategy.accumulate, self.backend.name, self._engine, self._processes, self._device)
-        training = Training(*plan, self._begin_window, self._is_between)
+        training = Training(*plan, self._count.begin, self._count.is_between)
         self._windows = Windows(loader, weight, uneven, training, carried)
         return self._windows
 
@@ -291,15 +298,21 @@ class Session:
             StateError: the window isn't complete.
         """
         self._require_open()
-        if self._micro < self._expected or not self._expected:
+        count = self._count
+        if count.micro < count.expected or not count.expected:
             raise StateError(
-                f"gradients are whole between the window's last backward and step: {self._micro} of "
-                f"{self._expected} micro-batches are in"
+                f"gradients are whole between the window's last backward and step: {count.micro} of "
+                f"{count.expected} micro-batches are in"
             )
         self._processes.meet("full_gradients")
-        if self._micro < self._passes:
+        if count.micro < count.passes:
             self._fill_up()
-        return self._engine.full_gradients()
+        armed = self._disarm()
+        try:
+            return self._engine.full_gradients()
+        finally:
+            if armed and self._tripwire is not None:
+                self._tripwire.arm()
 
     @contextmanager
     def evaluate(self) -> Iterator[nn.Module]:
@@ -338,18 +351,18 @@ class Session:
         """
         self._require_usable()
         state = _checkpoint.load(Path(directory), self.strategy, self._processes, self._signature)
+        self._disarm()
         self._engine.load_state_dict(state["engine"])
         groups = self.optimizer.param_groups if self._engine.optimizer is not None else []
         for group, saved in zip(groups, state["groups"], strict=True):
             group.update(saved)
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
-        self._micro, self._failed, self._grad_norm = 0, "", state["grad_norm"]
+        self._failed, self._grad_norm = "", state["grad_norm"]
+        self._count.restart()
         self._losses.clear()
-        if self._in_window:
-            self._end_window()
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-            self._engine.loss_scale, self._seed = self.scaler.scale, None
+            self._engine.loss_scale = self.scaler.scale
         self._progress = state["windows"]
         if self._windows is not None and self._progress is not None:
             self._windows.load_state_dict(self._progress)
@@ -360,10 +373,15 @@ class Session:
         """End the session: the module is the user's again, with whole weights, and can be prepared anew.
 
         The process group is destroyed if shardkit made it and no other session uses it.
+
+        Raises:
+            StateError: the call isn't made on all ranks within 30 s; the session stays open.
         """
         if self._closed:
             return
+        self._processes.meet("close")
         self._closed = True
+        self._disarm()
         try:
             self._engine.close()
             self._forget()
@@ -389,10 +407,21 @@ class Session:
                 self._closed = True
                 self._release()
 
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a session can't be copied or pickled: session.save(directory) writes it, and session.full_weights() gives "
+            "the weights for a fresh module"
+        )
+
     def __repr__(self) -> str:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
+    def _disarm(self) -> bool:
+        return self._tripwire is not None and self._tripwire.disarm()
+
     def _release(self) -> None:
+        self._disarm()
+        self._aside.close()
         self._loads.close()
         if self._engine.optimizer is not None:
             unguard(self._engine.optimizer, self._guarded)
@@ -421,63 +450,39 @@ class Session:
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
 
-    def _is_between(self) -> bool:
-        return self._micro == 0 and not self._in_window
-
-    def _begin_window(self, expected: int, passes: int, share: float) -> Callable[[], None]:
-        """Take up a window of ``windows``; return what makes the micro-batches that follow count nothing."""
-        self._expected, self._passes, self._in_window = expected, passes, True
-        self._set_share(share)
-        return lambda: self._set_share(0.0)
-
     def _end_window(self) -> None:
-        self._expected = self._passes = self.strategy.accumulate
-        self._in_window = False
-        self._set_share(1 / self.strategy.accumulate)
+        self._count.restart()
         self._progress = None
         if self._windows is not None:
             self._windows.completed()
 
-    def _set_share(self, share: float) -> None:
-        if share != self._share:
-            self._share, self._seed = share, None
-
     def _fill_up(self) -> None:
         """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
-        try:
-            while self._micro < self._passes:
-                nothing = torch.zeros((), device=self._device, requires_grad=True)
-                zero = torch.zeros((), device=self._device)
-                self._engine.backward(nothing, zero, last=self._micro + 1 == self._passes)
-                self._micro += 1
-        except BaseException as error:
-            self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
-            raise
-
-    def _follow_scale(self, scaler: LossScaler, *, applied: bool) -> bool:
-        """Let the loss scale follow a step; return whether it had room to."""
-        had_room = scaler.update(applied=applied)
-        if scaler.scale != self._engine.loss_scale:
-            self._engine.loss_scale, self._seed = scaler.scale, None
-        return had_room
+        count = self._count
+        zero = torch.zeros((), device=self._device)
+        while count.micro < count.passes:
+            nothing = torch.zeros((), device=self._device, requires_grad=True)
+            try:
+                self._engine.backward(nothing, zero, last=count.micro + 1 == count.passes)
+            except BaseException as error:
+                self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
+                raise
+            count.micro += 1
 
     def _require_equal_settings(self) -> None:
         """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
         if self.world_size == 1:
             return
-        groups = self.optimizer.param_groups
-        facts = {
-            f"settings of group {index} of the optimizer": settings_of(group) for index, group in enumerate(groups)
-        }
-        facts["loss scale"] = {"value": repr(self._engine.loss_scale)}
+        facts = {**facts_of(self.optimizer), "loss scale": {"value": repr(self._engine.loss_scale)}}
         if not self._processes.all_equal(crc32(repr(facts).encode(), self._loads.sum)):
             same_everywhere(self._processes.agree({**facts, **self._loads.facts()}))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()
-        if self._micro:
+        if self._count.micro:
             raise StateError(
-                f"{what} in mid-window would lose the gradients of {self._micro} of {self._expected} micro-batches: "
+                f"{what} in mid-window would lose the gradients of {self._count.micro} of {self._count.expected} "
+                "micro-batches: "
                 f"call it after session.step() has returned True"
             )
 
@@ -486,15 +491,10 @@ class Session:
         self.skipped_steps += 1
         losses = [float(value) for value in self._losses]
         self._losses.clear()
-        cause = cause_of_nonfinite(losses, self._processes)
-        if cause is None and answered:
+        number = self.steps + self.skipped_steps
+        message = describe_nonfinite(number, losses, self.backend.name, self.scaler, self._processes, answered=answered)
+        if message is None:
             return
-        message = (
-            f"step {self.steps + self.skipped_steps} under {self.backend.name!r} was left out on every rank: "
-            f"{cause or 'the losses are finite, but a gradient is not'}; weights and optimizer are as before it"
-        )
-        if self.scaler is not None:
-            message += f", the loss scale is {self.scaler.scale:g}"
         if self.strategy.on_nonfinite == "raise" and not answered:
             raise NonFiniteError(message + '. Strategy(on_nonfinite="skip") goes on instead')
         warnings.warn(message, RuntimeWarning, stacklevel=3)

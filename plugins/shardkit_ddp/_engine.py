@@ -13,12 +13,13 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite, gradients, total_norm, unscale
+from shardkit.gradients import all_finite, gradients, keep_dense, total_norm, unscale
 from shardkit_ddp._average import average
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from shardkit_ddp._options import DDPOptions
 
@@ -48,6 +49,8 @@ class DDPEngine(Engine):
         # within the backward, which the reducer can't follow on some ranks and must know on all.
         self._overlap = False
         self._may_overlap = options.overlap
+        self._midway = False
+        self._handles: list[RemovableHandle] = []
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         overlap = last and self._overlap
@@ -58,14 +61,10 @@ class DDPEngine(Engine):
             if ddp is not None:
                 loss = _anchored(loss, self._parameters)
                 _expect(ddp.reducer, loss)
+        self._midway = True
         try:
             loss.backward(gradient)
         except RuntimeError as error:
-            if "SparseTensorImpl" in str(error):
-                raise UnsupportedError(
-                    "backend 'ddp' got a sparse gradient after a first window without any, when its reducer no longer "
-                    "expects one: use 'ddp:overlap=false', which averages gradients of any kind after the pass"
-                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise UnsupportedError(
@@ -73,6 +72,7 @@ class DDPEngine(Engine):
                 "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
                 "which averages the gradients after the pass"
             ) from error
+        self._midway = False
         if last and self._distributed and not overlap:
             special = average(self._parameters, special=passes is not None and passes.nested())
             self._may_overlap = self._may_overlap and not special
@@ -86,6 +86,9 @@ class DDPEngine(Engine):
             # The reducer knows only those parameters that were trainable when it was built.
             self._frozen = [value for value in self._parameters if not value.requires_grad]
             self._ddp = _wrap(self.model, self._options)
+            for handle in self._handles:
+                handle.remove()
+            self._handles = keep_dense(self.model)
         return self._ddp
 
     def step(self) -> Update:
@@ -119,10 +122,19 @@ class DDPEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+        if self._midway and self._ddp is not None:
+            # A backward failed, and left the reducer in the middle of its work.
+            self._ddp = _wrap(self.model, self._options)
+            self._midway = False
         self.model.load_state_dict(state["model"])
         type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
 
     def close(self) -> None:
+        for parameter in self._parameters:
+            # Those of a window in progress are views of the reducer's buckets.
+            parameter.grad = None
+        for handle in self._handles:
+            handle.remove()
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
         self._distributed = self._overlap = False

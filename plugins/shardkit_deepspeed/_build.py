@@ -66,6 +66,7 @@ def _replicated(
     engine = build_engine(library, model, given, plan.config, device)
     _remove_forward_hooks(engine)
     restore.built()
+    restore.let_copy(plan.stage)
     return ReplicatedEngine(model, optimizer, engine, strategy, plan.bucket_size, restore)
 
 
@@ -98,6 +99,7 @@ def _sharded(
     if plan.stage < 3:
         _remove_forward_hooks(engine)
     restore.built()
+    restore.let_copy(plan.stage)
     if plan.stage == 3:
         return Stage3Engine(
             model, optimizer, engine, fragments, strategy, deepspeed=library, restore=restore, scalars=scalars

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import warnings
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import UnsupportedError
+from shardkit_deepspeed._watch import reduce_scatter, watched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,8 +125,11 @@ def _join(deepspeed: Any) -> None:
         ("all_gather_function", "all_gather_single"),
         ("reduce_scatter_function", "reduce_scatter_single"),
     ):
-        if hasattr(dist, new):
-            setattr(comm.cdb, old, getattr(dist, new))
+        setattr(comm.cdb, old, getattr(dist, new, None) or getattr(comm.cdb, f"get_{old}")())
+    if dist.get_backend() == "gloo":
+        # Elsewhere to wait for a collective is no more than to order it before what follows.
+        comm.cdb.all_gather_function = watched(comm.cdb.all_gather_function)
+        comm.cdb.reduce_scatter_function = reduce_scatter
 
 
 @contextmanager
@@ -202,12 +205,15 @@ def restore_linear() -> None:
 
 
 def patch_order_check() -> None:
-    """Replace DeepSpeed's check that ranks ran the same modules: its own needs a launcher's variables for ever."""
+    """Drop DeepSpeed's check that ranks ran the same modules: it is a collective that a rank may not come to.
+
+    It also needs a launcher's variables for ever. What it finds out, :class:`Lockstep` has found out before.
+    """
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     global _order_check
     _order_check = coordinator.assert_ints_same_as_other_ranks
-    coordinator.assert_ints_same_as_other_ranks = check_same_order
+    coordinator.assert_ints_same_as_other_ranks = _believe
 
 
 def unpatch_order_check() -> None:
@@ -220,24 +226,5 @@ def unpatch_order_check() -> None:
 _order_check: Any = None
 
 
-def check_same_order(ids: list[int]) -> None:
-    """Raise unless all ranks ran the same modules in the same order. Collective.
-
-    Raises:
-        UnsupportedError: on every rank.
-    """
-    if dist.get_world_size() == 1:
-        return
-    from deepspeed.accelerator import get_accelerator
-
-    digest = hashlib.sha256(repr(ids).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(get_accelerator().current_device_name())
-    low, high = own.clone(), own
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    if not torch.equal(low, high):
-        raise UnsupportedError(
-            "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must call the same "
-            "modules in the same order, and these ranks did not: evaluate within session.evaluate(), or use "
-            "deepspeed:stage=2 or ddp, where ranks may differ"
-        )
+def _believe(ids: list[int]) -> None:
+    """Stand in for the check."""

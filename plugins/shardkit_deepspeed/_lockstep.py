@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, final
 
-import torch
 import torch.distributed as dist
 
-from shardkit.errors import StateError, UnsupportedError
+from shardkit_deepspeed import _watch
 
 if TYPE_CHECKING:
     from torch import nn
 
-_PATIENCE_SECONDS = 20
+_END = -1
 
 
 @final
@@ -21,21 +19,24 @@ class Lockstep:
     """Compares the order in which ranks run modules, at almost no cost once it is known.
 
     To gather is a collective that takes what the other ranks bring: were they at another module, of the same size, the
-    weights would be mixed up silently. So the first time that a module follows another, all ranks compare. Where only
-    one module has ever followed, that is expected and costs a look into a table; where several have, all ranks know
-    that and compare again. A rank that leaves the expected path says so through the store, and goes on if all do.
+    weights would be mixed up silently. So the first time that a module follows another, or that a backward ends after
+    it, all ranks meet at a gate. Where only one has ever followed, that is expected and costs a look into a table;
+    where several have, all ranks know that and meet again. A rank that leaves the expected path comes to a gate where
+    the others don't: they wait for it in a collective, look whether it stands at a gate, and let it know.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, number: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         # Number 0 is for what was added to the module since.
-        self._names = ["a new module", *(name or type(model).__name__ for name, _ in model.named_modules())]
+        self._names = ["a new module", *(repr(name or type(model).__name__) for name, _ in model.named_modules())]
         self._numbers = {id(part): at + 1 for at, part in enumerate(model.modules())}
         self._holds = {id(part) for part in model.modules() if next(part.parameters(recurse=False), None) is not None}
-        self._device = device
         self._followers: dict[int, set[int]] = {}
-        self._last = 0
-        self._departures = 0
-        self._prefix = f"shardkit/lockstep/{number}"
+        self._last = _END
+        self._parted: list[int] | None = None
+        # Of its own: where ranks part, what they say of it meets no other collective.
+        self._group = dist.new_group(backend="gloo")
+        if dist.get_backend() == "gloo":
+            _watch.open_reductions()
 
     def enter(self, part: nn.Module, forward: bool) -> None:
         """Take note that this rank is about to gather the parameters of ``part``. Collective.
@@ -45,76 +46,37 @@ class Lockstep:
         """
         if id(part) not in self._holds and not getattr(part, "_external_params", None):
             return
-        place = self._numbers.get(id(part), 0) * 2 + forward
-        followers = self._followers.get(self._last)
-        if followers is None or len(followers) > 1:
-            self._compare(place)
-        elif place not in followers:
-            self._depart(place)
-        self._followers.setdefault(self._last, set()).add(place)
-        self._last = place
+        self._go(self._numbers.get(id(part), 0) * 2 + forward)
 
-    def _compare(self, place: int) -> None:
-        told = torch.tensor([place, -place], device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        high, low = told.tolist()
-        if high != -low:
-            own = torch.tensor([place], device=self._device)
-            every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, own)
-            self._refuse({rank: int(value) for rank, value in enumerate(every)})
-
-    def _depart(self, place: int) -> None:
-        store = dist.PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
-        keys = [f"{self._departures}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], str(place))
-        try:
-            store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
-        except dist.DistStoreError:
-            # The others went on as expected, and wait in a collective for this rank.
-            self._refuse({dist.get_rank(): place})
-        places = [int(store.get(key)) for key in keys]
-        if set(places) != {place}:
-            self._refuse(dict(enumerate(places)))
-        self._departures += 1
-
-    def _refuse(self, places: dict[int, int]) -> NoReturn:
-        parted = ", ".join(f"rank {rank} at {self._names[place // 2]!r}" for rank, place in places.items())
-        raise UnsupportedError(
-            "backend 'deepspeed' at stage 3 gathers parameters as modules run, so every rank must run the same modules "
-            f"in the same order, and the ranks parted ({parted}): evaluate within session.evaluate(), or use "
-            "deepspeed:stage=2 or ddp, where ranks may differ"
-        )
-
-
-@final
-class Meeting:
-    """Has the ranks wait for each other before a call that gathers, and end the wait where one doesn't come."""
-
-    def __init__(self, number: int) -> None:
-        self._prefix = f"shardkit/meeting/{number}"
-        self._meetings = 0
-
-    def meet(self, what: str) -> None:
-        """Wait until every rank is here. Collective.
+    def end(self) -> None:
+        """Take note that this rank's backward is about to end. Collective.
 
         Raises:
-            StateError: a rank didn't come.
+            UnsupportedError: other ranks are elsewhere.
         """
-        size, rank = dist.get_world_size(), dist.get_rank()
-        if size == 1:
-            return
-        store = dist.PrefixStore(self._prefix, dist.distributed_c10d._get_default_store())
-        keys = [f"{self._meetings}/{other}" for other in range(size)]
-        store.set(keys[rank], "here")
-        try:
-            store.wait(keys, timedelta(seconds=_PATIENCE_SECONDS))
-        except dist.DistStoreError:
-            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-            store.delete_key(keys[rank])
-            raise StateError(
-                f"backend 'deepspeed' at stage 3 gathers the weights in {what}, which is collective: call it on all "
-                f"ranks. Rank {rank} waited {_PATIENCE_SECONDS} s for rank {', '.join(missing)} of {size}; under "
-                "deepspeed:stage=2 or ddp it waits for nobody"
-            ) from None
-        self._meetings += 1
+        self._go(_END)
+
+    def restart(self) -> None:
+        """Forget the passes in progress, on all ranks."""
+        self._last, self._parted = _END, None
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)
+
+    def _go(self, place: int) -> None:
+        _watch.now_at(self._name(place))
+        followers = self._followers.get(self._last, ())
+        if self._parted is None and (len(followers) != 1 or place not in followers):
+            self._parted = _watch.gate(place, self._group)
+            if self._parted is None:
+                self._followers.setdefault(self._last, set()).add(place)
+        if self._parted is not None:
+            _watch.refuse([self._name(other) for other in self._parted])
+        self._last = place
+
+    def _name(self, place: int) -> str:
+        if place == _END:
+            return "the end of its backward"
+        name = self._names[place // 2]
+        return name if place % 2 else f"{name} in backward"

@@ -29,6 +29,7 @@ class ShardedEngine(Engine):
     """
 
     stage: int
+    whole_gradients = False
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, library: Any, fragments: Fragments, strategy: Strategy

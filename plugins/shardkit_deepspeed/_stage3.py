@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from shardkit.errors import UnsupportedError
+from shardkit.errors import StateError, UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
-from shardkit_deepspeed._lockstep import Lockstep, Meeting
+from shardkit_deepspeed._lockstep import Lockstep
+from shardkit_deepspeed._meeting import Meeting
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
+from shardkit_deepspeed._watch import broken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _open = 0
-_numbers = itertools.count()
 # What DeepSpeed does as modules run, other than to fetch.
 _GATHERING = ("release_sub_module", "trace_prologue", "record_module", "reset_step")
 
@@ -38,6 +39,7 @@ class Stage3Engine(ShardedEngine):
         super().__init__(*args)
         if not _open:
             patch_order_check()
+            patch_outputs()
         _open += 1
         self._restore = restore
         self._gather = deepspeed.zero.GatheredParameters
@@ -53,20 +55,17 @@ class Stage3Engine(ShardedEngine):
         self._whole = False
         self._reading = False
         self._fetch = self._coordinator.fetch_sub_module
-        number = next(_numbers)
-        self._lockstep = Lockstep(self.model, self._device, number) if self._world_size > 1 else None
+        self._lockstep = Lockstep(self.model) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
+        gather_in_every_backward(self._zero.parameter_offload, self.model)
         self._wrapped: list[tuple[nn.Module, str]] = []
         # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
         self._wrap(self.model, "generate", self.gathered)
         # A sharded parameter has no place for a whole one.
         self._writing = False
-        self._meeting = Meeting(number)
+        self._meeting = Meeting()
         for part in self.model.modules():
             self._wrap(part, "load_state_dict", self._writable)
-        for part in self.model.modules():
-            part.__dict__["__deepcopy__"] = _refuse_copy
-            self._wrapped.append((part, "__deepcopy__"))
         self._versions = self._written()
         # ``state_dict``, and what calls it, would write down tensors without elements.
         self._handles += [part.register_state_dict_pre_hook(self._refuse_empty) for part in self.model.modules()]
@@ -119,11 +118,13 @@ class Stage3Engine(ShardedEngine):
         except RuntimeError as error:
             error.add_note(
                 "backend 'deepspeed' at stage 3 shards a parameter while its module doesn't run: a loss computed from "
-                "parameters outside of their module, or with second derivatives, needs deepspeed:stage=2 or ddp"
+                "parameters outside of their module needs deepspeed:stage=2 or ddp"
             )
             raise
         finally:
             self._running = False
+        if self._lockstep is not None:
+            self._lockstep.end()
         self._order.finish(self._release, self._zeros)
         zero.overlapping_partition_gradients_reduce_epilogue()
         zero.backward_epilogue()
@@ -304,6 +305,8 @@ class Stage3Engine(ShardedEngine):
     @torch.no_grad()
     def _load_weights(self, state: dict[str, Any]) -> None:
         zero = self._zero
+        if self._lockstep is not None:
+            self._lockstep.restart()
         zero.parameter_offload.partition_all_parameters()
         for group, (master, saved) in enumerate(zip(zero.fp32_partitioned_groups_flat, state["shards"], strict=True)):
             master.data.copy_(saved)
@@ -317,13 +320,34 @@ class Stage3Engine(ShardedEngine):
 
     def close(self) -> None:
         global _open
+        parted = self._world_size > 1 and broken()
         for handle in self._handles:
             handle.remove()
-        self._drop_gradients()
+        if self._lockstep is not None:
+            self._lockstep.close()
+        if not parted:
+            self._drop_gradients()
         for part, name in self._wrapped:
             del part.__dict__[name]
         self._library.module_forward_pre_hook.remove()
         self._library.module_forward_post_hook.remove()
+        if not parted:
+            self._give_back()
+            self._library.destroy()
+        _forget(self.model)
+        self._restore.undo()
+        _open -= 1
+        if not _open:
+            restore_linear()
+            unpatch_order_check()
+            unpatch_outputs()
+        if parted:
+            raise StateError(
+                "backend 'deepspeed' at stage 3 can't give the weights back, since the ranks parted in the midst of a "
+                "collective: go on from a checkpoint in new processes"
+            )
+
+    def _give_back(self) -> None:
         self._zero.parameter_offload.partition_all_parameters()
         values: list[Any] = list(self.model.parameters())
         for value in values:
@@ -332,21 +356,6 @@ class Stage3Engine(ShardedEngine):
             value.partition()
             value.ds_tensor = None
             value.data = whole
-        self._library.destroy()
-        _forget(self.model)
-        self._restore.undo()
-        _open -= 1
-        if not _open:
-            restore_linear()
-            unpatch_order_check()
-
-
-def _refuse_copy(memo: Any) -> NoReturn:
-    """Stand in for the copying of a module, which would copy empty parameters and what DeepSpeed hung on them."""
-    raise UnsupportedError(
-        "backend 'deepspeed' at stage 3 shards the parameters, and a copy of the module would hold empty ones: copy it "
-        "before prepare and load session.full_weights() into the copy, or use deepspeed:stage=2 or ddp"
-    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -50,6 +50,7 @@ class FairScaleEngine(Engine):
                 if options.shard == "gradients"
                 else ReplicatedReducer(model, self._names, options.bucket_cap_mb)
             )
+            self.whole_gradients = not self._reducer.sharded
             self._agreement = Agreement(model, self._shard, self._reducer, wants_norm=self._wants_norm)
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:

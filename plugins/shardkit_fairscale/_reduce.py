@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import UnsupportedError
+from shardkit.gradients import keep_dense
 from shardkit_fairscale._library import ShardedDataParallel, Workhandle, unconfigured_logging
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.hooks import RemovableHandle
 
     from shardkit_fairscale._shard import Shard
 
@@ -209,6 +211,7 @@ class ReplicatedReducer:
         self._model = model
         self._names = names
         self._bucket_cap_mb = bucket_cap_mb
+        self._handles: list[RemovableHandle] = []
         self.absent: set[Tensor] = set()
         self.repeated: set[Tensor] = set()
         self.sparse: set[Tensor] = set()
@@ -235,6 +238,9 @@ class ReplicatedReducer:
     def refresh(self, schedule: Sequence[Tensor]) -> None:
         self.schedule = [parameter for parameter in self._names if parameter.requires_grad]
         self._replica: DistributedDataParallel | None = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = keep_dense(self._model)
         if self.schedule:
             self._replica = DistributedDataParallel(
                 self._model,
@@ -249,6 +255,8 @@ class ReplicatedReducer:
 
     def close(self) -> None:
         self._replica = None
+        for handle in self._handles:
+            handle.remove()
 
 
 def _look_for_unused(reducer: Any, loss: Tensor) -> None:

@@ -207,7 +207,7 @@ def accumulation_in_low_precision_is_the_mean_of_the_window(prepare: Prepare, ra
             assert_close(session.full_weights()["w"], [0.7])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Slotted:
     loss: Tensor
     note: str

@@ -51,7 +51,7 @@ def case_outcomes(strategy: str, module: str, base: Path) -> dict[str, list[Any]
         if function.__module__ == module and reason_left_out(name, strategy) is None
     ]
     try:
-        ranks = run(_run_cases, strategy, names, folder, processes=2, timeout=150)
+        ranks = run(_run_cases, strategy, names, folder, processes=2, timeout=400)
     except LaunchError:
         # A case ended or stopped the ranks: find out which, each on ranks of its own.
         ranks = [{}, {}]

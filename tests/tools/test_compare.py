@@ -12,7 +12,7 @@ from torch import nn
 
 from shardkit import Strategy, workloads
 from shardkit.errors import BackendNotFoundError, InputError, LaunchError, StrategyError
-from shardkit.tools import _ranks, report
+from shardkit.tools import _ranks, _trial, report
 from shardkit.tools._trial import Trial
 from shardkit.tools.compare import (
     TOLERANCE,
@@ -20,6 +20,7 @@ from shardkit.tools.compare import (
     Row,
     _installed,
     _judged,
+    _row,
     compare,
     samples_per_second,
     split_strategies,
@@ -128,6 +129,28 @@ def test_samples_are_those_of_all_ranks_and_micro_batches_and_warm_up_counts_in_
         seconds = [10.0, 10.0, 0.5 * accumulate, 0.5 * accumulate, 0.5 * accumulate]
         assert samples_per_second(seconds, 4 * accumulate * 2) == 16.0
     assert samples_per_second([1.0, 1.0], 8) is None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_c89_speed_counts_all_samples_and_leaves_out_the_first_updates(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a clock of its own: half a second for a micro-batch, ten for each of the first two updates."""
+    now, micro = 0.0, 0
+
+    def learn(batch: int, last: bool) -> torch.Tensor:
+        nonlocal now, micro
+        now += 0.5 if micro // accumulate >= 2 else 10.0 / accumulate
+        micro += 1
+        return torch.tensor(1.0)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(_trial, "_now", lambda device: now)
+    task = _trial.Task("mlp", 7, 2, 4, accumulate, None, None, "cpu", tmp_path)
+    losses, seconds = _trial._train(task, iter(range(7 * accumulate)), accumulate, learn, torch.device("cpu"))
+    assert seconds == pytest.approx([10.0] * 2 + [0.5 * accumulate] * 5)
+    row = _row("x", [Trial(losses, seconds, 1)] * 2, task)
+    assert row.samples_per_second == pytest.approx(4 * 2 / 0.5)
 
 
 def test_what_differs_outweighs_what_could_not_run(comparison: Comparison) -> None:
