@@ -45,8 +45,8 @@ def check_model(model: Any) -> torch.device:
         for name, part in model.named_modules():
             if isinstance(part, nn.SyncBatchNorm):
                 raise InputError(
-                    f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only: move the model to one, or give it "
-                    "a BatchNorm, whose statistics are rank 0's after each step"
+                    f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only: move the model to one, or give "
+                    "it a BatchNorm, whose statistics are rank 0's after each step"
                 )
     if device.type == "meta":
         raise InputError("the model is on the meta device: it has no values; give it some with model.to_empty(...)")

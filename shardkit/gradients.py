@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
+    from torch import Tensor
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -37,26 +36,6 @@ def all_finite(values: list[Tensor]) -> bool:
         found.zero_()
         return False
     return True
-
-
-def keep_dense(module: nn.Module) -> list[RemovableHandle]:
-    """Have sparse gradients made dense before a parameter takes them, for a reducer that can't; return what undoes it.
-
-    Watched are matrices that a look-up may get its rows from: all but those of ``torch.nn.Linear``. Each costs a
-    microsecond of a backward pass.
-    """
-    watched = {
-        value
-        for part in module.modules()
-        if not isinstance(part, torch.nn.Linear)
-        for value in part.parameters(recurse=False)
-        if value.dim() == 2 and value.requires_grad
-    }
-    return [value.register_hook(_dense) for value in watched]
-
-
-def _dense(gradient: Tensor) -> Tensor | None:
-    return gradient.to_dense() if gradient.is_sparse else None
 
 
 def unscale(values: list[Tensor], scale: float) -> None:

@@ -7,6 +7,11 @@ import importlib.util
 import pytest
 
 import shardkit
+from tests import _ahead
+
+
+def pytest_sessionfinish() -> None:
+    _ahead.stop()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,13 +13,12 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import all_finite, gradients, keep_dense, total_norm, unscale
+from shardkit.gradients import all_finite, gradients, total_norm, unscale
 from shardkit_ddp._average import average
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
     from shardkit_ddp._options import DDPOptions
 
@@ -50,7 +49,6 @@ class DDPEngine(Engine):
         self._overlap = False
         self._may_overlap = options.overlap
         self._midway = False
-        self._handles: list[RemovableHandle] = []
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         overlap = last and self._overlap
@@ -65,6 +63,11 @@ class DDPEngine(Engine):
         try:
             loss.backward(gradient)
         except RuntimeError as error:
+            if "SparseTensorImpl" in str(error):
+                raise UnsupportedError(
+                    "backend 'ddp' got a sparse gradient after a first window without any, when its reducer no longer "
+                    "expects one: use 'ddp:overlap=false', which averages gradients of any kind after the pass"
+                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise UnsupportedError(
@@ -86,9 +89,6 @@ class DDPEngine(Engine):
             # The reducer knows only those parameters that were trainable when it was built.
             self._frozen = [value for value in self._parameters if not value.requires_grad]
             self._ddp = _wrap(self.model, self._options)
-            for handle in self._handles:
-                handle.remove()
-            self._handles = keep_dense(self.model)
         return self._ddp
 
     def step(self) -> Update:
@@ -133,8 +133,6 @@ class DDPEngine(Engine):
         for parameter in self._parameters:
             # Those of a window in progress are views of the reducer's buckets.
             parameter.grad = None
-        for handle in self._handles:
-            handle.remove()
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
         self._distributed = self._overlap = False

@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import keep_dense
 from shardkit_fairscale._library import ShardedDataParallel, Workhandle, unconfigured_logging
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
     from shardkit_fairscale._shard import Shard
 
@@ -211,7 +209,6 @@ class ReplicatedReducer:
         self._model = model
         self._names = names
         self._bucket_cap_mb = bucket_cap_mb
-        self._handles: list[RemovableHandle] = []
         self.absent: set[Tensor] = set()
         self.repeated: set[Tensor] = set()
         self.sparse: set[Tensor] = set()
@@ -228,6 +225,11 @@ class ReplicatedReducer:
         try:
             loss.backward(gradient)
         except RuntimeError as error:
+            if "SparseTensorImpl" in str(error):
+                raise UnsupportedError(
+                    "backend 'fairscale' with shard=optimizer can't average a sparse gradient that no module's setting "
+                    "told of: make it dense, or use the strategy 'ddp'"
+                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise UnsupportedError(
@@ -238,9 +240,6 @@ class ReplicatedReducer:
     def refresh(self, schedule: Sequence[Tensor]) -> None:
         self.schedule = [parameter for parameter in self._names if parameter.requires_grad]
         self._replica: DistributedDataParallel | None = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = keep_dense(self._model)
         if self.schedule:
             self._replica = DistributedDataParallel(
                 self._model,
@@ -255,8 +254,6 @@ class ReplicatedReducer:
 
     def close(self) -> None:
         self._replica = None
-        for handle in self._handles:
-            handle.remove()
 
 
 def _look_for_unused(reducer: Any, loss: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import traceback
@@ -13,6 +14,7 @@ import pytest
 
 from shardkit.errors import LaunchError, ShardkitError
 from shardkit.testing import run
+from tests import _ahead
 from tests.cases._models import Prepare
 from tests.cases._table import load_cases, reason_left_out, refusal
 
@@ -23,12 +25,17 @@ SEEN: dict[str, dict[str, list[Any]]] = {}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, strategy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_case(
+    name: str, strategy: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
     """The case's value holds under the strategy, or the refusal that the table states."""
     reason = reason_left_out(name, strategy)
     if reason is not None:
         pytest.skip(reason)
-    outcomes = case_outcomes(strategy, CASES[name].__module__, tmp_path_factory.getbasetemp())[name]
+    base = tmp_path_factory.getbasetemp()
+    asked = _ahead.selected(request.session, "test_case", "strategy", "name")
+    wanted = dict.fromkeys((other, CASES[case].__module__, base) for other, case in asked)
+    outcomes = _ahead.result((strategy, CASES[name].__module__, base), wanted, case_outcomes)[name]
     words = refusal(name, strategy)
     if words is None:
         failures = [f"rank {rank}:\n{outcome['traceback']}" for rank, outcome in enumerate(outcomes) if outcome]
@@ -73,6 +80,9 @@ def _run_cases(strategy: str, names: list[str], folder: Path) -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
     for name in names:
         outcomes[name] = None
+        # A library that collects garbage at each start need not walk through what earlier cases left to keep.
+        gc.collect()
+        gc.freeze()
         try:
             CASES[name](Prepare(strategy, folder / name), rank)
         except (Exception, pytest.fail.Exception) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import tempfile
@@ -134,6 +135,9 @@ def _train_all(strategy: str, cells: list[Cell], folder: Path, prelude: Callable
             except Exception:
                 # The session has left the process group, so the next cell meets the other ranks in a new one.
                 outcome = Failure(traceback.format_exc())
+            # A library that collects garbage at each start need not walk through what earlier cells left to keep.
+            gc.collect()
+            gc.freeze()
             draft = folder / f"draft-{rank}"
             draft.write_bytes(pickle.dumps(outcome))
             draft.rename(_file(folder, index, rank))
