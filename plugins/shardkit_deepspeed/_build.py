@@ -14,6 +14,7 @@ from shardkit.errors import InputError, UnsupportedError
 from shardkit_deepspeed._config_optimizer import check_section, from_section
 from shardkit_deepspeed._elementwise import check_elementwise
 from shardkit_deepspeed._fragments import Fragments, clone, settings
+from shardkit_deepspeed._half import Half, check_half
 from shardkit_deepspeed._library import build_engine, check_driven, load
 from shardkit_deepspeed._plan import Plan, make_plan
 from shardkit_deepspeed._restore import Restore
@@ -43,6 +44,8 @@ def build(
     if plan.stage:
         check_elementwise(optimizer, plan.stage)
     library = load(device)
+    if plan.half is not None:
+        check_half(plan.half, plan.stage)
     restore = Restore(model)
     if plan.stage == 0:
         return _replicated(model, optimizer, strategy, plan, library, device, restore)
@@ -90,18 +93,24 @@ def _sharded(
             groups.append((at, trained))
     fragments = Fragments(optimizer, groups)
     scalars = [value for value in model.parameters() if plan.stage == 3 and value.dim() == 0]
+    half = Half(model, plan.half) if plan.half is not None else None
     for value in scalars:
         value.data = value.data.view(1)
-    engine = build_engine(library, model, fragments, plan.config, device)
-    check_driven(engine.optimizer, plan.stage, library.__version__)
+    try:
+        engine = build_engine(library, model, fragments, plan.config, device)
+        check_driven(engine.optimizer, plan.stage, library.__version__)
+    except BaseException:
+        if half is not None:
+            half.undo_cast()
+        raise
     if plan.stage < 3:
         _remove_forward_hooks(engine)
     restore.built()
     if plan.stage == 3:
         return Stage3Engine(
-            model, optimizer, engine, fragments, strategy, deepspeed=library, restore=restore, scalars=scalars
+            model, optimizer, engine, fragments, strategy, half, deepspeed=library, restore=restore, scalars=scalars
         )
-    return PartitionEngine(model, optimizer, engine, fragments, strategy, restore=restore)
+    return PartitionEngine(model, optimizer, engine, fragments, strategy, half, restore=restore)
 
 
 def _remove_forward_hooks(engine: Any) -> None:
