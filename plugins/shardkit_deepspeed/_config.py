@@ -259,8 +259,6 @@ _SECTIONS = {
         "check_grad_overflow",
         "bf16_master_weights_and_grads",
         "bf16_optimizer_states",
-        # Of fp16, which people leave in.
-        "auto_cast",
     },
     "fp16": {
         "enabled",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardkit_deepspeed._fragments import Fragments
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What normalizes in float32 whatever it is given, and on CPU takes no weights of half the precision of its input.
+# Some of their kernels take no weights of less precision than the input or the statistics.
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -116,9 +116,12 @@ def write(fragments: Fragments, index: int, whole: Tensor) -> None:
 
 
 def _raise_weights(module: nn.Module, args: Any) -> None:
-    own = module._parameters
-    module.__dict__["_shardkit_own"] = own
-    module.__dict__["_parameters"] = {name: value.float() if value is not None else None for name, value in own.items()}
+    given = args[0].dtype if args and isinstance(args[0], Tensor) else torch.float32
+    # Running statistics are float32 whatever the input is.
+    if given is torch.float32 or isinstance(module, _NormBase):
+        own = module.__dict__["_shardkit_own"] = module._parameters
+        raised = {name: value.float() if value is not None else None for name, value in own.items()}
+        module.__dict__["_parameters"] = raised
 
 
 def _lower_weights(module: nn.Module, args: Any, result: Any) -> None:
