@@ -99,18 +99,18 @@ def _sharded(
     try:
         engine = build_engine(library, model, fragments, plan.config, device)
         check_driven(engine.optimizer, plan.stage, library.__version__)
+        if plan.stage < 3:
+            _remove_forward_hooks(engine)
+        restore.built()
+        if plan.stage == 3:
+            return Stage3Engine(
+                model, optimizer, engine, fragments, strategy, half, deepspeed=library, restore=restore, scalars=scalars
+            )
+        return PartitionEngine(model, optimizer, engine, fragments, strategy, half, restore=restore)
     except BaseException:
         if half is not None:
             half.undo_cast()
         raise
-    if plan.stage < 3:
-        _remove_forward_hooks(engine)
-    restore.built()
-    if plan.stage == 3:
-        return Stage3Engine(
-            model, optimizer, engine, fragments, strategy, half, deepspeed=library, restore=restore, scalars=scalars
-        )
-    return PartitionEngine(model, optimizer, engine, fragments, strategy, half, restore=restore)
 
 
 def _remove_forward_hooks(engine: Any) -> None:

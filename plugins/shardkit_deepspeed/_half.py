@@ -62,6 +62,7 @@ class Half:
 
     def undo_cast(self) -> None:
         """Give the parameters back as they were before DeepSpeed cast them: it failed to build."""
+        self.detach()
         for value in self._model.parameters():
             value.data = self._before.pop(id(value), value.data)
 

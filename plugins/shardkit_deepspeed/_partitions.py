@@ -75,17 +75,11 @@ class PartitionEngine(ShardedEngine):
         return part
 
     def _average_in_float32(self) -> None:
-        """Have DeepSpeed add up and average in float32 the gradients of half-precision weights, at either stage."""
+        """Have DeepSpeed divide gradients in float32 at stage 2 as at stage 1, before it adds up those of all ranks."""
         zero = self._zero
         zero.use_grad_accum_attribute = True
         for value in self._params:
             value.grad_accum = None  # type: ignore[attr-defined]
-        if zero.cpu_offload:
-            # Not into a buffer on the device: the gradients' home is in host memory.
-            zero._use_compact_grad_partition_buffer = lambda group: False
-            for name in ("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload"):
-                buffer = getattr(zero, name)
-                setattr(zero, name, torch.zeros_like(buffer, dtype=torch.float32, pin_memory=buffer.is_pinned()))
         assert self._half is not None
         self._half.on_load = self._load_master
 
@@ -141,20 +135,7 @@ class PartitionEngine(ShardedEngine):
         zero, value = self._zero, self._params[index]
         if self._half is not None:
             zero._fill_param_grad_accum_attribute(value)
-            if zero.cpu_offload:
-                self._keep_in_float32(value)
         zero.reduce_ready_partitions_and_remove_grads(value, self._homes[index])
-
-    def _keep_in_float32(self, value: nn.Parameter) -> None:
-        """Give DeepSpeed a float32 place for what it adds up in host memory over a window."""
-        zero = self._zero
-        number = zero.get_param_id(value)
-        several = zero.micro_step_id > 0 or not zero.is_gradient_accumulation_boundary()
-        if several and zero.is_param_in_current_partition[number] and number not in zero.accumulated_grads_in_cpu:
-            pinned = zero.cpu_offload_pin_memory
-            zero.accumulated_grads_in_cpu[number] = torch.zeros(
-                value.numel(), dtype=torch.float32, device=zero.device, pin_memory=pinned
-            )
 
     def _arrived_again(self, index: int, name: str) -> None:
         raise UnsupportedError(

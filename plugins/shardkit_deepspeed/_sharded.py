@@ -73,13 +73,13 @@ class ShardedEngine(Engine):
         self._zero._grad_acc_hooks.clear()
         self._handles: list[Any] = []
         self._attach()
+        self._carry_state()
         if half is not None:
             half.fill(fragments, self._params)
             half.attach()
             fragments.before = self._take_over
             # The norm that is given to DeepSpeed tells of overflow too, without another pass and collective.
             self._zero.check_overflow = _nothing
-        self._carry_state()
 
     # What differs among the stages.
 
@@ -233,7 +233,7 @@ class ShardedEngine(Engine):
             return
         for own, part in zip(master.detach().split(_PIECE), held.split(_PIECE), strict=True):
             rounded = own.to(part.dtype)
-            if not torch.equal(rounded, part):
+            if not _same_bits(rounded, part):
                 own.copy_(torch.where(rounded == part, own, part.float()))
 
     def _take_all_over(self) -> None:
@@ -302,8 +302,15 @@ class ShardedEngine(Engine):
         """Take back the weights and buffers of a state."""
 
 
-_PIECE = 2**20
+_PIECE = 2**18
 """How many elements are compared at a time, for the memory of it."""
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of 2 bytes an element are the same, in a third of the time of comparing numbers."""
+    aligned = other.numel() % 4 == other.storage_offset() % 4 == one.storage_offset() % 4 == 0
+    wide = torch.int64 if aligned else torch.int16
+    return torch.equal(one.view(wide), other.view(wide))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -76,6 +76,21 @@ def starts_from(settings: str, folder: str) -> Any:
 
 
 @case
+def fails(settings: str, folder: str) -> Any:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = sgd(model)
+    # SGD doesn't look at it, and there is no telling which part of it is whose.
+    optimizer.state[model[0].weight] = {"odd": torch.zeros(3)}
+    try:
+        prepare(settings, model, optimizer)
+    except shardkit.errors.UnsupportedError as error:
+        text = str(error)
+    same = all(value.equal(before[name]) and value.dtype is torch.float32 for name, value in model.state_dict().items())
+    return text, same
+
+
+@case
 def fine_gradients(settings: str, folder: str) -> Any:
     found = []
     for values in (([64.0, 0.25, 0.25, 0.25], [64.0, 0.25, 0.25, 0.25]), ([64.0], [0.25])):
@@ -423,6 +438,12 @@ def test_masters_start_from_the_weights_that_were_handed_over_not_from_rounded_o
     assert found("starts_from") == [True, True]
 
 
+def test_a_refusal_after_the_cast_leaves_the_module_in_float32(found: Any) -> None:
+    for text, same in found("fails"):
+        assert "can't shard the optimizer's state 'odd'" in text
+        assert same
+
+
 def test_gradients_are_accumulated_and_averaged_in_float32(found: Any) -> None:
     for (window, kind, weight), (average, other_kind, other_weight) in found("fine_gradients"):
         # bf16 has steps of 0.5 at 64, and of 0.25 at 32.
@@ -431,6 +452,20 @@ def test_gradients_are_accumulated_and_averaged_in_float32(found: Any) -> None:
         assert kind is other_kind is torch.float32
         assert weight == 1 - 2 * 64.75 * 2.0**-10
         assert other_weight == 1 - 2 * 32.125 * 2.0**-10
+
+
+def _thirds(settings: str) -> Tensor:
+    model = W(1)
+    with prepare(settings, model, sgd(model)) as session:
+        session.backward(session.model([1.0]))
+        return session.full_gradients()["w"]
+
+
+@pytest.mark.parametrize("settings", ["stage=1", "stage=2", "stage=3", "stage=2,contiguous_gradients=false"])
+def test_the_mean_over_three_ranks_is_taken_in_float32(settings: str) -> None:
+    # A third isn't a number of bf16, and three of them would be 1.002.
+    for gradient in run(_thirds, settings, processes=3, timeout=90):
+        assert_close(gradient, [1.0], 1e-6)
 
 
 def test_clipping_uses_the_norm_of_the_averaged_gradient(found: Any) -> None:
