@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,11 @@ from shardkit import Workload
 
 @dataclass(frozen=True)
 class Window:
-    """How many micro-batches make a step, and the norm that its gradient is clipped to."""
+    """How many micro-batches make a step, the norm that its gradient is clipped to, and what the forward runs in."""
 
     accumulate: int = 1
     max_grad_norm: float | None = None
+    precision: str = "fp32"
 
 
 LIBRARIES = ("transformers.models.t5.modeling_t5", "fairscale.nn", "deepspeed", "accelerate", "lightning_fabric")
@@ -183,14 +184,31 @@ def fabric(workload: Workload, window: Window) -> Loop:
     return whole if accumulate == 1 else part
 
 
+def mixed(workload: Workload, window: Window) -> Loop:
+    """Build the loop of torch alone with autocast and, for fp16, torch's own GradScaler."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[window.precision]
+    scaler = torch.amp.GradScaler("cpu", enabled=window.precision == "fp16")
+    model, optimizer, loss, max_norm = workload.model, workload.optimizer, workload.loss, window.max_grad_norm
+
+    def step(batch: Any) -> None:
+        with torch.autocast("cpu", dtype):
+            value = loss(model, batch)
+        scaler.scale(value).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
 def session(strategy: str) -> Builder:
     """Return the builder of the loop under shardkit."""
 
     def build(workload: Workload, window: Window) -> Loop:
-        plan = dataclasses.replace(
-            shardkit.Strategy.parse(strategy), accumulate=window.accumulate, max_grad_norm=window.max_grad_norm
-        )
-        prepared = shardkit.prepare(workload.model, workload.optimizer, plan)
+        prepared = _prepared(strategy, workload, window)
         model, loss = prepared.model, workload.loss
 
         def step(batch: Any) -> None:
@@ -200,6 +218,42 @@ def session(strategy: str) -> Builder:
         return step
 
     return build
+
+
+def windows(strategy: str, weight: Callable[[Any], float] | None = None) -> Builder:
+    """Return the builder of the loop under shardkit over ``session.windows``, without weights or with."""
+
+    def build(workload: Workload, window: Window) -> Loop:
+        prepared = _prepared(strategy, workload, window)
+        model, loss = prepared.model, workload.loss
+        given: list[Any] = []
+
+        def loader() -> Iterator[Any]:
+            while True:
+                yield given[0]
+
+        passes = iter(prepared.windows(loader(), weight=weight))
+        batches: Iterator[Any] = iter(())
+
+        def step(batch: Any) -> None:
+            nonlocal batches
+            if not given:
+                given.append(batch)
+            own = next(batches, None)
+            if own is None:
+                batches = iter(next(passes))
+                own = next(batches)
+            prepared.backward(loss(model, own))
+            prepared.step()
+
+        return step
+
+    return build
+
+
+def _prepared(strategy: str, workload: Workload, window: Window) -> shardkit.Session:
+    plan = dataclasses.replace(shardkit.Strategy.parse(strategy), **dataclasses.asdict(window))
+    return shardkit.prepare(workload.model, workload.optimizer, plan)
 
 
 def _by_hand(

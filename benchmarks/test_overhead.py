@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from _loops import BEST, PEERS, Arm, Window, ddp, plain, ready, session
+from _loops import BEST, PEERS, Arm, Window, ddp, mixed, plain, ready, session, windows
 from _measure import STRATEGIES, Quartiles, differences, interleave, needs_peers, replayed, report, tell
 from _workloads import linear
 
@@ -29,6 +29,11 @@ WINDOWS = {
     "clip": Window(max_grad_norm=1.0),
 }
 
+
+def _one(batch: object) -> float:
+    return 1.0
+
+
 # The loop by hand twice: what it differs from itself is the noise.
 TORCH_ARMS = [
     Arm("by hand", plain),
@@ -37,6 +42,17 @@ TORCH_ARMS = [
     Arm("shardkit", session("ddp")),
 ]
 PEER_ARMS = [Arm(name, build) for name, build in PEERS.items()]
+
+
+# What users of the contract pay: each against the loop by hand that does the same, windows against the plain loop.
+CONTRACT = {
+    "windows of 1": (Window(), plain, windows("ddp")),
+    "windows of 4": (Window(accumulate=4), plain, windows("ddp")),
+    "windows of 4 with weights": (Window(accumulate=4), plain, windows("ddp", weight=_one)),
+    "bf16": (Window(precision="bf16"), mixed, session("ddp")),
+    "fp16": (Window(precision="fp16"), mixed, session("ddp")),
+    "fp16, clipped": (Window(precision="fp16", max_grad_norm=1.0), mixed, session("ddp")),
+}
 
 
 def _names(arms: list[Arm]) -> list[str]:
@@ -91,6 +107,25 @@ def test_session_over_library(benchmark, window, strategy):
         noise=_microseconds(noise),
     )
     _assert_within(added)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_what_the_contract_costs_those_who_use_it(benchmark, name):
+    """Windows, weights and low precision, over the loops by hand that do the same or, for windows, the plain one."""
+    window, by_hand, ours = CONTRACT[name]
+    arms = [Arm("by hand", by_hand), Arm("by hand again", by_hand), Arm("shardkit", ours)]
+    seconds = _measure(arms, window, length=100)
+    added = differences(seconds["shardkit"], seconds["by hand"])
+    noise = differences(seconds["by hand again"], seconds["by hand"])
+    report(benchmark, seconds["shardkit"], added_seconds=added, noise_seconds=noise)
+    tell(
+        "µs per micro-step: the contract, on torch",
+        what=name,
+        by_hand=_microseconds(Quartiles.of(seconds["by hand"])),
+        shardkit=_microseconds(Quartiles.of(seconds["shardkit"])),
+        added_to_by_hand=_microseconds(added),
+        noise=_microseconds(noise),
+    )
 
 
 @cache

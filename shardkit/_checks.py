@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardkit._backend import Backend
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, UnsupportedError
+from shardkit.optimizers import reach
 
 
 def check_model(model: Any) -> torch.device:
@@ -70,7 +71,22 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"{type(optimizer).__name__} calls the model again within its step, through a closure; a session owns the "
-            "order of backward and step: use an optimizer whose step needs none"
+            "order of backward and step, so that it trains under no strategy: use one whose step needs none, such as "
+            "torch.optim.AdamW"
+        )
+
+
+def check_repeatable(backend: Backend, optimizer: Optimizer) -> None:
+    """Raise where replicas of the weights would part, since each rank's optimizer draws its own random numbers.
+
+    Raises:
+        UnsupportedError: it draws from torch's default generator.
+    """
+    if reach(optimizer).random:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} draws random numbers in its step, others on each rank, so that the ranks' "
+            f"weights would part, under backend {backend.name!r} as under any other: have it draw from a "
+            "torch.Generator of its own, seeded alike on every rank, or train in one process"
         )
 
 

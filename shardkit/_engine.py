@@ -46,12 +46,6 @@ class Engine(ABC):
     lacks, with a loss of zero. ``"forward"``: every call of the module and backward; a rank runs a batch once more.
     """
 
-    casts_are_cached: bool = True
-    """Whether autocast may keep low-precision copies of the weights while the module's forward runs.
-
-    False where parameters are whole only while their own module runs, for the memory of whole copies.
-    """
-
     loss_scale: float = 1.0
     """What the window's losses are multiplied by, beside the window's scale; the session sets it between windows.
 

@@ -1,7 +1,9 @@
-"""The engine of a session without an optimizer: whole weights everywhere, nothing to train."""
+"""Evaluation: within a session, and the engine of a session without an optimizer, which has nothing to train."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from shardkit._engine import Engine
@@ -9,6 +11,18 @@ from shardkit.errors import StateError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Return a context in which the module and all its parts are in eval mode; then each is as it was."""
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in training.items():
+            part.training = mode
 
 
 @final

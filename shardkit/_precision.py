@@ -101,11 +101,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def lower(module: nn.Module, precision: str, device: torch.device, *, cache: bool) -> Callable[[], None]:
-    """Have a module's forward run in a precision, and give its results back in float32; return what undoes it.
-
-    ``cache`` keeps low-precision copies of weights for the time of one forward, for those that are used several times.
-    """
+def lower(module: nn.Module, precision: str, device: torch.device) -> Callable[[], None]:
+    """Have a module's forward run in a precision, and give its results back in float32; return what undoes it."""
     dtype = _DTYPES.get(precision)
     if dtype is None:
         return lambda: None
@@ -117,7 +114,7 @@ def lower(module: nn.Module, precision: str, device: torch.device, *, cache: boo
 
         @functools.wraps(plain)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device.type, dtype, cache_enabled=cache):
+            with torch.autocast(device.type, dtype):
                 result = plain(module, *args, **kwargs)
             return _raised(result, dtype)
 
@@ -126,7 +123,7 @@ def lower(module: nn.Module, precision: str, device: torch.device, *, cache: boo
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device.type, dtype, cache_enabled=cache):
+            with torch.autocast(device.type, dtype):
                 result = own(*args, **kwargs)
             return _raised(result, dtype)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
 from shardkit._buffers import Buffers, broadcast_module
-from shardkit._checks import check_fit, check_model, check_optimizer, fingerprint, signature_of
+from shardkit._checks import check_fit, check_model, check_optimizer, check_repeatable, fingerprint, signature_of
 from shardkit._evaluation import EvaluationEngine
 from shardkit._options import typed_options
 from shardkit._precision import check_precision, lower
@@ -92,6 +92,8 @@ def _plan(
         _registry.require_library(plan.backend)
         if optimizer is not None:
             check_optimizer(plan.module, optimizer)
+            if expected_world_size() > 1:
+                check_repeatable(plan.backend, optimizer)
     except ShardkitError as refusal:
         return plan, refusal
     return plan, None
@@ -128,7 +130,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
         seed_everything(strategy.seed + processes.rank)
     buffers = Buffers(module) if processes.world_size > 1 else None
     called = plan.model if engine.model is module else engine.model
-    raise_again = lower(called, strategy.precision, plan.device, cache=engine.casts_are_cached)
+    raise_again = lower(called, strategy.precision, plan.device)
     _prepared.add(module)
 
     def forget() -> None:

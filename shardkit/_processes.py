@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardkit import errors
-from shardkit.errors import MismatchError, ShardkitError, StateError
+from shardkit.errors import InputError, MismatchError, ShardkitError, StateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RENDEZVOUS_SECONDS = 30
 """How long the ranks wait for each other where all must come, such as at a save."""
@@ -210,3 +214,27 @@ def same_everywhere(facts: list[dict[str, Any]]) -> None:
             what, found = f"{what}, {key}", [entry.get(key) for entry in entries]
         brought = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(found))
         raise MismatchError(f"the ranks bring different things ({what}): {brought}")
+
+
+def joined(values: Tensor, processes: Processes) -> Tensor:
+    """Return the values of all ranks, joined along their first dimension. Collective.
+
+    Raises:
+        InputError: they have no dimension, or can't be joined.
+    """
+    wrong = None
+    if not isinstance(values, torch.Tensor) or values.dim() == 0:
+        brought = "a 0-dim tensor" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+        wrong = InputError(f"gather takes a tensor of at least one dimension, not {brought}")
+    told: list[Tensor] = processes.agree(None if wrong else values.detach().cpu(), wrong)
+    if len({(part.dtype, part.shape[1:]) for part in told}) > 1:
+        brought = "; ".join(f"rank {rank}: {tuple(part.shape)} of {part.dtype}" for rank, part in enumerate(told))
+        raise InputError(f"the ranks' values differ in type, or in more than their first dimension: {brought}")
+    return torch.cat(told).to(values.device)
+
+
+def cause_of_nonfinite(losses: list[float], processes: Processes) -> str | None:
+    """Return which losses of which ranks aren't finite, in words; None if all are. Collective."""
+    ranks = processes.agree(None if all(map(math.isfinite, losses)) else ", ".join(map(str, losses)))
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(ranks) if text is not None]
+    return f"a loss is not finite ({'; '.join(found)})" if found else None

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from pathlib import Path
-from types import MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, final
 from zlib import crc32
 
 import torch
 
 from shardkit import _checkpoint
 from shardkit._checks import check_loss, settings_of
+from shardkit._evaluation import evaluating
+from shardkit._guard import guard, unguard
+from shardkit._loads import Loads
 from shardkit._precision import autocast, make_scaler
-from shardkit._processes import same_everywhere
+from shardkit._processes import cause_of_nonfinite, joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
-from shardkit._windows import Weight, Windows
+from shardkit._windows import Training, Weight, Windows
 from shardkit.errors import InputError, NonFiniteError, StateError
 
 if TYPE_CHECKING:
@@ -89,7 +92,8 @@ class Session:
         self._grad_norm: float | None = None
         self._failed = ""
         self._closed = False
-        self._guarded = _guard(engine.optimizer) if engine.optimizer is not None else {}
+        self._loads = Loads(model)
+        self._guarded = guard(engine.optimizer) if engine.optimizer is not None else {}
 
     @property
     def optimizer(self) -> Optimizer:
@@ -174,7 +178,8 @@ class Session:
 
         Raises:
             StateError: there was no ``backward`` since the last step.
-            MismatchError: the optimizer's groups have other settings on another rank; nothing moved.
+            MismatchError: the optimizer's groups have other settings on another rank, or it loaded other weights since
+                ``prepare``; nothing moved.
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
                 ``on_nonfinite="skip"``, and in fp16 while the loss scale can fall, the step returns False instead.
         """
@@ -233,25 +238,15 @@ class Session:
             StateError: the session only evaluates.
         """
         self._require_open()
+        _ = self.optimizer  # raises where there is none
         if uneven not in ("use", "refuse"):
             raise InputError(f'uneven is "use" or "refuse", not {uneven!r}')
         carried = self._progress
         if carried is None and self._windows is not None:
             carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
-        optimizer = self.optimizer  # raises where there is none
-        assert optimizer is not None
-        self._windows = Windows(
-            loader,
-            weight,
-            uneven,
-            self.strategy.accumulate,
-            self._engine,
-            self._processes,
-            self._device,
-            self._begin_window,
-            lambda: self._micro == 0 and not self._in_window,
-            carried,
-        )
+        plan = (self.strategy.accumulate, self.backend.name, self._engine, self._processes, self._device)
+        training = Training(*plan, self._begin_window, self._is_between)
+        self._windows = Windows(loader, weight, uneven, training, carried)
         return self._windows
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -274,18 +269,7 @@ class Session:
         """
         self._require_usable()
         self._processes.meet("gather")
-        wrong = None
-        if not isinstance(values, torch.Tensor) or values.dim() == 0:
-            wrong = InputError(
-                "gather takes a tensor of at least one dimension, not "
-                + ("a 0-dim tensor" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}")
-            )
-        told = self._processes.agree(None if wrong else values.detach().cpu(), wrong)
-        kinds = {(str(part.dtype), tuple(part.shape[1:])) for part in told}
-        if len(kinds) > 1:
-            listed = "; ".join(f"rank {rank}: {part.dtype} {tuple(part.shape)}" for rank, part in enumerate(told))
-            raise InputError(f"the ranks' values differ in type, or in more than their first dimension: {listed}")
-        return torch.cat(told).to(values.device)
+        return joined(values, self._processes)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the unsharded weights and buffers, by the names of the module's ``state_dict``, on CPU, on every rank.
@@ -328,14 +312,8 @@ class Session:
         """
         self._require_open()
         self._processes.meet("evaluate")
-        training = {part: part.training for part in self.model.modules()}
-        self.model.eval()
-        try:
-            with self._engine.gathered(), torch.no_grad():
-                yield self.model
-        finally:
-            for part, mode in training.items():
-                part.training = mode
+        with evaluating(self.model), self._engine.gathered(), torch.no_grad():
+            yield self.model
 
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint into a directory, to go on from exactly here with the same strategy and world size.
@@ -375,6 +353,7 @@ class Session:
         self._progress = state["windows"]
         if self._windows is not None and self._progress is not None:
             self._windows.load_state_dict(self._progress)
+        self._loads.forget()
         set_random_state(state["random"], self._device)
 
     def close(self) -> None:
@@ -414,10 +393,9 @@ class Session:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
     def _release(self) -> None:
-        for name, own in self._guarded.items():
-            self.optimizer.__dict__.pop(name, None)
-            if own is not None:
-                self.optimizer.__dict__[name] = own
+        self._loads.close()
+        if self._engine.optimizer is not None:
+            unguard(self._engine.optimizer, self._guarded)
         self._processes.close()
 
     def _state(self) -> dict[str, Any]:
@@ -442,6 +420,9 @@ class Session:
         self._require_usable()
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
+
+    def _is_between(self) -> bool:
+        return self._micro == 0 and not self._in_window
 
     def _begin_window(self, expected: int, passes: int, share: float) -> Callable[[], None]:
         """Take up a window of ``windows``; return what makes the micro-batches that follow count nothing."""
@@ -481,15 +462,16 @@ class Session:
         return had_room
 
     def _require_equal_settings(self) -> None:
-        """Raise unless all ranks have the same settings in the optimizer's groups, such as the learning rate."""
+        """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
         if self.world_size == 1:
             return
-        settings = [settings_of(group) for group in self.optimizer.param_groups]
-        scale = self._engine.loss_scale
-        if not self._processes.all_equal(crc32(repr((settings, scale)).encode())):
-            facts: dict[str, Any] = {"loss scale": scale}
-            facts |= {f"settings of group {index} of the optimizer": group for index, group in enumerate(settings)}
-            same_everywhere(self._processes.agree(facts))
+        groups = self.optimizer.param_groups
+        facts = {
+            f"settings of group {index} of the optimizer": settings_of(group) for index, group in enumerate(groups)
+        }
+        facts["loss scale"] = {"value": repr(self._engine.loss_scale)}
+        if not self._processes.all_equal(crc32(repr(facts).encode(), self._loads.sum)):
+            same_everywhere(self._processes.agree({**facts, **self._loads.facts()}))
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()
@@ -502,46 +484,17 @@ class Session:
     def _say_nonfinite(self, *, answered: bool) -> None:
         """Tell of a step that was left out; ``answered`` if a lower loss scale may be the cure."""
         self.skipped_steps += 1
-        local = [f"{float(value)}" for value in self._losses]
+        losses = [float(value) for value in self._losses]
         self._losses.clear()
-        finite = all(torch.isfinite(torch.tensor(float(value))) for value in local)
-        ranks = self._processes.agree(None if finite else ", ".join(local))
-        losses = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(ranks) if text is not None)
-        if answered and not losses:
+        cause = cause_of_nonfinite(losses, self._processes)
+        if cause is None and answered:
             return
-        cause = f"a loss is not finite ({losses})" if losses else "the losses are finite, but a gradient is not"
         message = (
-            f"step {self.steps + self.skipped_steps} under {self.backend.name!r} was left out on every rank: {cause}; "
-            "weights and optimizer are as before it"
+            f"step {self.steps + self.skipped_steps} under {self.backend.name!r} was left out on every rank: "
+            f"{cause or 'the losses are finite, but a gradient is not'}; weights and optimizer are as before it"
         )
         if self.scaler is not None:
             message += f", the loss scale is {self.scaler.scale:g}"
         if self.strategy.on_nonfinite == "raise" and not answered:
             raise NonFiniteError(message + '. Strategy(on_nonfinite="skip") goes on instead')
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _guard(optimizer: Optimizer) -> dict[str, Any]:
-    """Refuse those calls on the optimizer that are the session's, whose effect would differ among backends.
-
-    Returns what the instance had of its own under these names, such as a ``step`` that a schedule wrapped.
-    """
-    refused = {
-        "step": "session.step() updates the weights",
-        "zero_grad": "session.step() drops the gradients",
-        "add_param_group": "close the session, add the group, and prepare again",
-        "state_dict": "session.save(directory) writes the optimizer's state under every strategy",
-        "load_state_dict": "session.load(directory) reads the optimizer's state under every strategy",
-    }
-
-    def refusal(name: str, instead: str) -> MethodType:
-        def refuse(optimizer: Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
-            raise StateError(f"optimizer.{name} is the session's while it is open: {instead}")
-
-        # As a schedule marks the step that it has wrapped: it need not wrap this one, nor miss its own mark.
-        refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        return MethodType(refuse, optimizer)
-
-    own = {name: optimizer.__dict__.get(name) for name in refused}
-    optimizer.__dict__.update({name: refusal(name, instead) for name, instead in refused.items()})
-    return own

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, final
 
 from shardkit._random import get_random_state, set_random_state
-from shardkit.errors import InputError, MismatchError, StateError
+from shardkit.errors import InputError, MismatchError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,20 @@ class Window(Generic[B]):
         self.filling = False
 
 
+class Training(NamedTuple):
+    """What the windows need of the session that they feed."""
+
+    accumulate: int
+    backend: str
+    engine: Engine
+    processes: Processes
+    device: torch.device
+    begin: Callable[[int, int, float], Callable[[], None]]
+    """Takes up a window: how many micro-batches, how many backward passes, and what each micro-batch counts."""
+    is_between: Callable[[], bool]
+    """Whether no window is in progress."""
+
+
 @final
 class Windows(Generic[B]):
     """The windows of a loader, one pass for each time that it is iterated. Collective: all ranks iterate together.
@@ -68,12 +82,7 @@ class Windows(Generic[B]):
         loader: Iterable[B],
         weight: Weight[B] | None,
         uneven: Literal["use", "refuse"],
-        accumulate: int,
-        engine: Engine,
-        processes: Processes,
-        device: torch.device,
-        begin: Callable[[int, int, float], Callable[[], None]],
-        stepped: Callable[[], bool],
+        training: Training,
         state: dict[str, Any] | None,
     ) -> None:
         self.epoch = 0
@@ -81,12 +90,7 @@ class Windows(Generic[B]):
         self._loader = loader
         self._weight = weight
         self._uneven = uneven
-        self._accumulate = accumulate
-        self._engine = engine
-        self._processes = processes
-        self._device = device
-        self._begin = begin
-        self._stepped = stepped
+        self._training = training
         self._random: dict[str, Any] | None = None
         self._resumed = False
         self._pass = 0
@@ -96,15 +100,15 @@ class Windows(Generic[B]):
 
     def __len__(self) -> int:
         """Return how many windows this rank's loader makes in a whole pass, where the loader has a length."""
-        return -(-len(self._loader) // self._accumulate)  # type: ignore[arg-type]
+        return -(-len(self._loader) // self._training.accumulate)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Window[B]]:
         """Start a pass. Collective, as is each of its windows.
 
         Raises:
             InputError: a weight isn't a number from 0 on, or all weights of a window are 0.
-            MismatchError: the ranks have different numbers of micro-batches, and ``uneven`` is ``"refuse"``; or one has
-                none at all where it must run the module.
+            MismatchError: the ranks have different numbers of micro-batches, and ``uneven`` is ``"refuse"``.
+            UnsupportedError: a rank has no micro-batch at all where it must run the module.
             StateError: a window was left before its step.
         """
         self._pass += 1
@@ -138,16 +142,16 @@ class Windows(Generic[B]):
         resumed, self._resumed = self._resumed, False
         if not (resumed and self._random is not None):
             self.position = 0
-            self._random = get_random_state(self._device)
+            self._random = get_random_state(self._training.device)
             return iter(self._loader), []
         # A loader that shuffles draws its order when it is started: from the state that it had then.
-        now = get_random_state(self._device)
-        set_random_state(self._random, self._device)
+        now = get_random_state(self._training.device)
+        set_random_state(self._random, self._training.device)
         batches = iter(self._loader)
         last: list[B] = []
         for batch in itertools.islice(batches, self.position):
             last = [batch]
-        set_random_state(now, self._device)
+        set_random_state(now, self._training.device)
         return batches, last
 
     def _take(self, batches: Iterator[B]) -> tuple[list[B], list[float], Exception | None]:
@@ -155,12 +159,12 @@ class Windows(Generic[B]):
         taken: list[B] = []
         weights: list[float] = []
         try:
-            if not self._stepped():
+            if not self._training.is_between():
                 raise StateError(
                     "the next window was asked for before the step of this one: call session.backward(loss) for each "
                     "of its micro-batches, and session.step()"
                 )
-            for batch in itertools.islice(batches, self._accumulate):
+            for batch in itertools.islice(batches, self._training.accumulate):
                 taken.append(batch)
                 weights.append(1.0 if self._weight is None else _number(self._weight(batch)))
         except Exception as error:
@@ -171,9 +175,9 @@ class Windows(Generic[B]):
         self, count: int, weight: float, has_batch: bool, failure: Exception | None
     ) -> tuple[list[int], float]:
         """Return each rank's number of micro-batches and the sum of all weights. Collective."""
-        told = self._processes.numbers([count, weight, has_batch, failure is not None])
+        told = self._training.processes.numbers([count, weight, has_batch, failure is not None])
         if any(failed for *_, failed in told):
-            self._processes.agree(None, failure)
+            self._training.processes.agree(None, failure)
         counts = [int(number) for number, *_ in told]
         total = math.fsum(weight for _, weight, *_ in told)
         listed = "; ".join(f"rank {rank}: {number}" for rank, number in enumerate(counts))
@@ -183,10 +187,11 @@ class Windows(Generic[B]):
                     f"the ranks have different numbers of micro-batches for this window ({listed}), and none of them "
                     'was used: give all ranks the same number, or ask for windows(..., uneven="use")'
                 )
-            if self._engine.lockstep == "forward" and not all(has for _, _, has, _ in told):
-                raise MismatchError(
-                    "this strategy runs the module on all ranks at once, and a rank has no micro-batch at all to run "
-                    f"it with ({listed}): give each rank at least one"
+            if self._training.engine.lockstep == "forward" and not all(has for _, _, has, _ in told):
+                raise UnsupportedError(
+                    f"backend {self._training.backend!r} runs the module on all ranks at once, and a rank has no "
+                    f"micro-batch at all to run it with ({listed}): give each rank at least one, or use a strategy "
+                    "that doesn't shard parameters"
                 )
         if any(counts) and not total > 0:
             raise InputError(
@@ -199,14 +204,14 @@ class Windows(Generic[B]):
         most = max(counts)
         fillers: list[B] = []
         passes = max(len(taken), 1)
-        if self._engine.lockstep == "backward":
+        if self._training.engine.lockstep == "backward":
             passes = most
-        elif self._engine.lockstep == "forward":
+        elif self._training.engine.lockstep == "forward":
             fillers, passes = last * (most - len(taken)), most
         window = Window(taken, fillers, total, counts)
         self._pending = len(taken)
         # The engine averages over ranks: times their number it is the sum.
-        window._discount = self._begin(len(taken) + len(fillers), passes, len(counts) / total)
+        window._discount = self._training.begin(len(taken) + len(fillers), passes, len(counts) / total)
         return window
 
 

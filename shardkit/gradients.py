@@ -52,6 +52,9 @@ def norms(values: list[Tensor]) -> Tensor:
     """
     if not values:
         return torch.zeros(0)
+    if any(value.is_sparse for value in values):
+        # Entries of one element add up before they are squared.
+        values = [value.coalesce().values() if value.is_sparse else value for value in values]
     if not any(value.is_cpu and value.numel() > _PIECE for value in values):
         return torch.stack(torch._foreach_norm(values))
     return torch.stack(

@@ -16,27 +16,62 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @torch.no_grad()
-def average(parameters: Sequence[Tensor]) -> None:
-    """Average the gradients over the ranks, in place. Collective.
+def average(parameters: Sequence[Tensor], *, special: bool = False) -> bool:
+    """Average the gradients over the ranks, in place, and return whether any rank's were special. Collective.
 
-    A rank without a gradient that another one has counts as zero; one that no rank has stays None.
+    They are where one is sparse, or the caller says so.
+
+    A rank without a gradient that another one has counts as zero; one that no rank has stays None. A gradient that is
+    sparse on all ranks that have it stays sparse; elsewhere it becomes dense.
     """
     if not parameters:
-        return
-    have = torch.tensor(
-        [value.grad is not None for value in parameters], dtype=torch.uint8, device=parameters[0].device
-    )
+        return False
+    dense = [value.grad is not None and not value.grad.is_sparse for value in parameters]
+    sparse = [value.grad.sparse_dim() if value.grad is not None else 0 for value in parameters]
+    have = torch.tensor([*dense, *sparse, special], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(have, dist.ReduceOp.MAX)
-    for bucket in _buckets([value for value, flag in zip(parameters, have.tolist(), strict=True) if flag]):
+    told = have.tolist()
+    dense, sparse = told[: len(parameters)], told[len(parameters) : -1]
+    for value, is_dense, sparse_dims in zip(parameters, dense, sparse, strict=True):
+        if sparse_dims and not is_dense:
+            value.grad = _sparse_average(value, sparse_dims)
+    for bucket in _buckets([value for value, flag in zip(parameters, dense, strict=True) if flag]):
         for value in bucket:
             if value.grad is None:
                 value.grad = torch.zeros_like(value)
+            elif value.grad.is_sparse:
+                value.grad = value.grad.to_dense()
         gradients = [value.grad for value in bucket if value.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
+    return any(sparse) or bool(told[-1])
+
+
+def _sparse_average(value: Tensor, dims: int) -> Tensor:
+    """Return the average of the sparse gradients of one parameter, from the entries that any rank has. Collective."""
+    own = value.grad
+    if own is None:
+        own = torch.zeros_like(value).to_sparse(dims)
+    elif own.sparse_dim() != dims:
+        own = own.to_dense().to_sparse(dims)
+    own = own.coalesce()
+    size = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([own._nnz()], device=value.device))
+    most = max(int(count) for count in counts)
+    indices, values = (_gathered(part.contiguous(), most, counts) for part in (own.indices().t(), own.values() / size))
+    return torch.sparse_coo_tensor(indices.t(), values, value.shape, check_invariants=False).coalesce()
+
+
+def _gathered(part: Tensor, most: int, counts: Sequence[Tensor]) -> Tensor:
+    padded = part.new_zeros((most, *part.shape[1:]))
+    padded[: len(part)] = part
+    every = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(every, padded)
+    return torch.cat([other[: int(count)] for other, count in zip(every, counts, strict=True)])
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -42,21 +42,30 @@ class DDPEngine(Engine):
         self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._options = options
         self._distributed = dist.get_world_size() > 1
-        self._frozen = [value for value in self._parameters if not value.requires_grad]
-        self._ddp = _wrap(model, options) if self._distributed else None
+        self._frozen: list[Tensor] = []
+        self._ddp: DistributedDataParallel | None = None
+        # The first window is averaged after the pass. It shows whether gradients are sparse, or come from a backward
+        # within the backward, which the reducer can't follow on some ranks and must know on all.
+        self._overlap = False
+        self._may_overlap = options.overlap
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
-        if last and self._distributed:
-            if any(value.requires_grad for value in self._frozen):
-                # Thawed since: the reducer knows only those that it was built with.
-                self._frozen = [value for value in self._parameters if not value.requires_grad]
-                self._ddp = _wrap(self.model, self._options)
-            if self._ddp is not None:
+        overlap = last and self._overlap
+        first = last and self._may_overlap and self._distributed and not overlap
+        passes = _Passes(loss, self._parameters) if first else None
+        if overlap:
+            ddp = self._wrapped()
+            if ddp is not None:
                 loss = _anchored(loss, self._parameters)
-                _expect(self._ddp.reducer, loss)
+                _expect(ddp.reducer, loss)
         try:
             loss.backward(gradient)
         except RuntimeError as error:
+            if "SparseTensorImpl" in str(error):
+                raise UnsupportedError(
+                    "backend 'ddp' got a sparse gradient after a first window without any, when its reducer no longer "
+                    "expects one: use 'ddp:overlap=false', which averages gradients of any kind after the pass"
+                ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise UnsupportedError(
@@ -64,10 +73,20 @@ class DDPEngine(Engine):
                 "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
                 "which averages the gradients after the pass"
             ) from error
-        if last and self._distributed and not self._options.overlap:
-            average(self._parameters)
+        if last and self._distributed and not overlap:
+            special = average(self._parameters, special=passes is not None and passes.nested())
+            self._may_overlap = self._may_overlap and not special
+            self._overlap = self._may_overlap
         if last and self.loss_scale != 1.0:
             unscale(gradients(self._parameters), self.loss_scale)
+
+    def _wrapped(self) -> DistributedDataParallel | None:
+        """Return the reducer's owner over those parameters that are trainable; None without any. Collective."""
+        if self._ddp is None or any(value.requires_grad for value in self._frozen):
+            # The reducer knows only those parameters that were trainable when it was built.
+            self._frozen = [value for value in self._parameters if not value.requires_grad]
+            self._ddp = _wrap(self.model, self._options)
+        return self._ddp
 
     def step(self) -> Update:
         trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
@@ -89,7 +108,7 @@ class DDPEngine(Engine):
 
     def full_gradients(self) -> dict[str, Tensor]:
         return {
-            name: value.grad.detach().cpu().clone()
+            name: value.grad.detach().to_dense().cpu().clone()
             for name, value in self.model.named_parameters()
             if value.grad is not None
         }
@@ -106,11 +125,31 @@ class DDPEngine(Engine):
     def close(self) -> None:
         # The reducer's hooks on the parameters go with it.
         self._ddp = None
-        self._distributed = False
+        self._distributed = self._overlap = False
+
+
+class _Passes:
+    """Notices, in one backward from a loss, whether gradients come from another one within it."""
+
+    def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._ids: set[int] = set()
+        self._handles = [loss.register_hook(self._note)]
+        self._handles += [
+            value.register_post_accumulate_grad_hook(self._note) for value in parameters if value.requires_grad
+        ]
+
+    def nested(self) -> bool:
+        """Return whether there was one, once the backward is over."""
+        for handle in self._handles:
+            handle.remove()
+        return len(self._ids) > 1
+
+    def _note(self, _: Tensor) -> None:
+        self._ids.add(torch._C._current_graph_task_id())
 
 
 def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
-    if not options.overlap or not any(value.requires_grad for value in model.parameters()):
+    if not any(value.requires_grad for value in model.parameters()):
         return None
     return DistributedDataParallel(
         model,

@@ -11,9 +11,10 @@ from torch import nn
 
 from shardkit import Engine, Strategy
 from shardkit.errors import InputError, UnsupportedError
+from shardkit.optimizers import reach, twin
+from shardkit.parameters import sharing
 from shardkit_deepspeed._config_optimizer import check_section, from_section
-from shardkit_deepspeed._elementwise import check_elementwise
-from shardkit_deepspeed._fragments import Fragments, clone, settings
+from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
 from shardkit_deepspeed._half import Half, check_half
 from shardkit_deepspeed._library import build_engine, check_driven, load
 from shardkit_deepspeed._plan import Plan, make_plan
@@ -43,6 +44,8 @@ def build(
     check_tensors(model, optimizer, plan.stage)
     if plan.stage:
         check_elementwise(optimizer, plan.stage)
+    if plan.half is not None:
+        check_state(model, optimizer)
     library = load(device)
     if plan.half is not None:
         check_half(plan.half, plan.stage)
@@ -63,15 +66,12 @@ def _replicated(
 ) -> Engine:
     from shardkit_deepspeed._replicated import ReplicatedEngine
 
-    twin = clone(optimizer, [{**settings(group), "params": list(group["params"])} for group in optimizer.param_groups])
-    twin.state.update(optimizer.state)
-    optimizer.state.clear()
-    # DeepSpeed drops groups without parameters from what it is given; its own list is another.
-    given = clone(optimizer, [dict(group) for group in twin.param_groups])
+    # DeepSpeed drops groups without parameters from what it is given, and would call its hooks.
+    given = twin(optimizer, [{**group, "params": list(group["params"])} for group in optimizer.param_groups])
     engine = build_engine(library, model, given, plan.config, device)
     _remove_forward_hooks(engine)
     restore.built()
-    return ReplicatedEngine(model, optimizer, engine, twin, strategy, plan.bucket_size, restore)
+    return ReplicatedEngine(model, optimizer, engine, strategy, plan.bucket_size, restore)
 
 
 def _sharded(
@@ -96,6 +96,9 @@ def _sharded(
     half = Half(model, plan.half) if plan.half is not None else None
     for value in scalars:
         value.data = value.data.view(1)
+    for value in model.parameters() if plan.stage == 3 else ():
+        # DeepSpeed sends memory as it lies.
+        value.data = value.data.contiguous()
     try:
         engine = build_engine(library, model, fragments, plan.config, device)
         check_driven(engine.optimizer, plan.stage, library.__version__)
@@ -119,6 +122,20 @@ def _remove_forward_hooks(engine: Any) -> None:
     engine.module_forward_post_hook.remove()
 
 
+def check_elementwise(optimizer: Optimizer, stage: int) -> None:
+    """Raise unless the optimizer gives the same on pieces of a tensor as on the whole.
+
+    Raises:
+        UnsupportedError: it doesn't, or can't be tried.
+    """
+    found = reach(optimizer)
+    if found.unit != "element":
+        raise UnsupportedError(
+            f"backend 'deepspeed' at stage {stage} steps with pieces of parameters, and {type(optimizer).__name__} "
+            f"{found.cause}: use deepspeed:stage=0 or ddp, where it sees the whole model"
+        )
+
+
 def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
     """Raise unless DeepSpeed can average and step all that the optimizer holds.
 
@@ -136,7 +153,9 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
         )
     # Stage 3 shards all parameters of the module as one type.
     checked = list(model.parameters()) if stage == 3 else trained
-    good = (torch.float32,) if stage else (torch.float32, torch.float64)
+    # At stage 0 one process has nothing to average, which is what DeepSpeed can't do in float64.
+    alone = stage == 0 and dist.get_world_size() == 1
+    good = (torch.float32, torch.float64) if alone else (torch.float32,)
     for value in checked:
         if value.dtype not in good:
             raise UnsupportedError(
@@ -148,6 +167,12 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
                 f"backend 'deepspeed' at stage 3 can't gather parameter {names[id(value)]!r}, which has no elements: "
                 "make it a buffer, or use deepspeed:stage=2 or ddp"
             )
+    pair = sharing(dict(model.named_parameters())) if stage else None
+    if pair is not None:
+        raise UnsupportedError(
+            f"backend 'deepspeed' at stage {stage} moves parameters into memory of its own, and {pair[0]!r} and "
+            f"{pair[1]!r} share memory, which would part: make them one parameter, or use deepspeed:stage=0 or ddp"
+        )
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             weight = f"{name}.weight".lstrip(".")
@@ -155,6 +180,18 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
                 f"backend 'deepspeed' averages dense gradients only, and those of {weight!r} are sparse: "
                 "build it with sparse=False, or use ddp"
             )
+
+
+def check_state(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise unless the state that the optimizer holds can be sharded, on every rank and not on those that hold a part.
+
+    Raises:
+        UnsupportedError: names the entry.
+    """
+    nothing = Fragment(0, 0, 0, 0)
+    for name, value in model.named_parameters():
+        if value in optimizer.state:
+            carried_state(optimizer.state[value], value.shape, nothing, name)
 
 
 def _trainable(model: nn.Module) -> int:

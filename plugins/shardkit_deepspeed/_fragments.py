@@ -8,7 +8,6 @@ into views, one for each parameter's part, and the user's own class steps with t
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -17,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardkit.errors import UnsupportedError
+from shardkit.optimizers import Attributes, twin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,28 +29,6 @@ class Fragment(NamedTuple):
     start: int
     offset: int
     size: int
-
-
-def clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class and settings over other parameters, without state.
-
-    It isn't constructed anew: a constructor may want arguments that nobody kept. What a schedule or the user hung on
-    the instance, such as a wrapped ``step``, isn't carried over.
-    """
-    twin = copy.copy(optimizer)
-    # What an optimizer defines as a method is the class's; a callable on the instance was put there by somebody else.
-    for name, value in list(vars(twin).items()):
-        if callable(value) and callable(getattr(type(optimizer), name, None)):
-            del twin.__dict__[name]
-        elif isinstance(value, dict | list | set):
-            setattr(twin, name, copy.copy(value))
-    for name, value in vars(optimizer).items():
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            setattr(twin, name, OrderedDict())
-    twin.defaults = dict(optimizer.defaults)
-    twin.param_groups = groups
-    twin.state = defaultdict(dict)
-    return twin
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +54,8 @@ class Fragments(Optimizer):
         # DeepSpeed rewrites these groups; the user's and the twin's are others.
         super().__init__([{"params": params, **settings(optimizer.param_groups[at])} for at, params in groups], {})
         self.defaults = dict(optimizer.defaults)
-        self.twin = clone(optimizer, [{**settings(group), "params": []} for group in optimizer.param_groups])
+        self.twin = twin(optimizer, [{**settings(group), "params": []} for group in optimizer.param_groups])
+        self._attributes = Attributes(optimizer, self.twin)
         self.homes = [at for at, _ in groups]
         """For each group that DeepSpeed sees, the number of the user's."""
         self.absent: frozenset[int] = frozenset()
@@ -116,6 +95,7 @@ class Fragments(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the fragments in the flat tensors of ``param_groups``, from those tensors' gradients."""
+        self._attributes.follow()
         for held in self.param_groups:
             for flat in held["params"]:
                 self._step(flat)
@@ -132,13 +112,13 @@ class Fragments(Optimizer):
                 moved.append(view)
         if not moved:
             return
-        everything, twin = cut.group["params"], self.twin
-        groups = twin.param_groups
-        cut.group["params"], twin.param_groups = moved, [cut.group]
+        everything, stepper = cut.group["params"], self.twin
+        groups = stepper.param_groups
+        cut.group["params"], stepper.param_groups = moved, [cut.group]
         try:
-            twin.step()
+            stepper.step()
         finally:
-            cut.group["params"], twin.param_groups = everything, groups
+            cut.group["params"], stepper.param_groups = everything, groups
             for view in moved:
                 view.grad = None
 

@@ -193,7 +193,8 @@ def check_driven(zero: Any, stage: int, version: str) -> None:
     if missing:
         raise UnsupportedError(
             f"backend 'deepspeed' doesn't know DeepSpeed {version}: its optimizer for stage {stage} has no "
-            f"{', '.join(missing)}; it is tested with DeepSpeed 0.19.8"
+            f"{', '.join(missing)}; it is tested with DeepSpeed 0.19.8; "
+            "install that, or use ddp"
         )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from shardkit import Update
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import write
@@ -96,7 +97,7 @@ class PartitionEngine(ShardedEngine):
         if self.stage == 1:
             loss.backward(gradient)
             if self._half is not None:
-                zero.fill_grad_accum_attribute()
+                self._add_up()
             if last:
                 zero.set_gradient_accumulation_boundary(True)
                 zero.setup_buckets()
@@ -119,10 +120,19 @@ class PartitionEngine(ShardedEngine):
         for index, value in enumerate(self._params):
             if value.grad is not None or getattr(value, "grad_accum", None) is not None:
                 self._seen[index] = 1
+                if value.grad is not None and value.grad.is_sparse:
+                    value.grad = value.grad.to_dense()
             else:
                 self._zeros(index)
             self._release(index)
         self._end_averaging()
+
+    def _add_up(self) -> None:
+        for value in self._params:
+            if value.grad is not None:
+                if value.grad.is_sparse:
+                    value.grad = value.grad.to_dense()
+                self._zero._fill_param_grad_accum_attribute(value)
 
     def _end_averaging(self) -> None:
         self._zero.overlapping_partition_gradients_reduce_epilogue()
@@ -162,6 +172,13 @@ class PartitionEngine(ShardedEngine):
             for fragment in self._fragments.within(master):
                 found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
+
+    def step(self) -> Update:
+        update = super().step()
+        if not update.applied and self._half is not None:
+            # With offload DeepSpeed forgets to, and would leave out every later step as well.
+            self._drop_gradients()
+        return update
 
     def _drop_gradients(self) -> None:
         zero = self._zero

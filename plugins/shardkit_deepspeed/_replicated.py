@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
-from shardkit.errors import UnsupportedError
 from shardkit.gradients import all_finite, gradients, total_norm, unscale
 from shardkit_deepspeed._restore import Restore
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class ReplicatedEngine(Engine):
-    """The user's module and a twin of the optimizer over DeepSpeed's engine without ZeRO.
+    """The user's module and optimizer over DeepSpeed's engine without ZeRO.
 
     DeepSpeed's step would apply NaN, and decay parameters that got no gradient, so the step is made here.
     """
@@ -30,7 +29,6 @@ class ReplicatedEngine(Engine):
         model: nn.Module,
         optimizer: Optimizer,
         library: Any,
-        twin: Optimizer,
         strategy: Strategy,
         bucket_size: int,
         restore: Restore,
@@ -38,12 +36,11 @@ class ReplicatedEngine(Engine):
         self.model = model
         self.optimizer: Optimizer = optimizer
         self._library = library
-        self._twin = twin
-        self._groups = list(zip(twin.param_groups, optimizer.param_groups, strict=True))
-        self._params: list[nn.Parameter] = [value for group in twin.param_groups for value in group["params"]]
+        # Kept here: once the session is open, it guards the optimizer's own.
+        self._optimizer_step = optimizer.step
+        self._params: list[nn.Parameter] = [value for group in optimizer.param_groups for value in group["params"]]
         listed = {id(value) for value in self._params}
         self._others = [value for value in model.parameters() if id(value) not in listed]
-        self._names = {id(value): name for name, value in model.named_parameters()}
         self._max_norm = strategy.max_grad_norm
         self._want_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._bucket_size = bucket_size
@@ -64,11 +61,9 @@ class ReplicatedEngine(Engine):
             if value.grad is None:
                 absent.append((index, value))
                 value.grad = torch.zeros_like(value)
-            elif value.grad.layout is not torch.strided:
-                raise UnsupportedError(
-                    f"backend 'deepspeed' averages dense gradients only, and that of {self._names[id(value)]!r} is "
-                    "sparse: build the embedding with sparse=False"
-                )
+            elif value.grad.is_sparse:
+                # Other ranks may have a dense one, or none.
+                value.grad = value.grad.to_dense()
             held.append(value.grad)
         # It travels with the gradients: which of them are anybody's at all.
         present = torch.ones(len(self._params), dtype=held[0].dtype, device=held[0].device)
@@ -82,10 +77,6 @@ class ReplicatedEngine(Engine):
                     value.grad = None
 
     def step(self) -> Update:
-        for own, live in self._groups:
-            parameters = own["params"]
-            own.update(live)
-            own["params"] = parameters
         trained = [value for value in self._params if value.grad is not None]
         averaged = gradients(trained)
         norm = None
@@ -98,11 +89,7 @@ class ReplicatedEngine(Engine):
         else:
             applied = all_finite(averaged)
         if applied:
-            for hook in self.optimizer._optimizer_step_pre_hooks.values():
-                hook(self.optimizer, (), {})
-            self._twin.step()
-            for hook in self.optimizer._optimizer_step_post_hooks.values():
-                hook(self.optimizer, (), {})
+            self._optimizer_step()
         self._drop_gradients()
         return Update(applied, norm)
 
@@ -120,16 +107,16 @@ class ReplicatedEngine(Engine):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        state = [dict(self._twin.state.get(value, {})) for value in self._params]
+        state = [dict(self.optimizer.state.get(value, {})) for value in self._params]
         return {"model": dict(self.model.state_dict()), "optimizer": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop_gradients()
         self.model.load_state_dict(state["model"])
-        self._twin.state.clear()
+        self.optimizer.state.clear()
         for value, entry in zip(self._params, state["optimizer"], strict=True):
             if entry:
-                self._twin.state[value] = {
+                self.optimizer.state[value] = {
                     key: _placed(part, key, value) if isinstance(part, torch.Tensor) else part
                     for key, part in entry.items()
                 }
@@ -137,7 +124,6 @@ class ReplicatedEngine(Engine):
     def close(self) -> None:
         self._drop_gradients()
         self._library.destroy()
-        self.optimizer.state.update(self._twin.state)
         self._restore.undo()
 
 

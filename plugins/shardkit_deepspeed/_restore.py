@@ -28,7 +28,8 @@ class Restore:
     def undo(self) -> None:
         for part, kind in self._kinds:
             if type(part._parameters) is not kind:
-                part._parameters = kind(part._parameters)
+                # Not by key: DeepSpeed's mapping gathers what is asked for while a forward runs, or has failed.
+                part._parameters = kind(part._parameters.items())
         for owner, before, added in self._owners:
             for name in set(vars(owner)) - before:
                 if name in added or name in _LATER or name.startswith("ds_"):

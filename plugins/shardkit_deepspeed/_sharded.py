@@ -112,9 +112,12 @@ class ShardedEngine(Engine):
     def _hook(self, index: int) -> Callable[[Any], None]:
         name = self._names[id(self._params[index])]
 
-        def arrived(_: Any) -> None:
+        def arrived(value: Any) -> None:
             if not self._running:
                 return
+            if value.grad.is_sparse:
+                # Other ranks may have a dense one, or none.
+                value.grad = value.grad.to_dense()
             self._seen[index] = 1
             if not self._order.arrive(index, self._release):
                 self._arrived_again(index, name)

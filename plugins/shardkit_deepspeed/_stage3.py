@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import ignore, write
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
-from shardkit_deepspeed._lockstep import Lockstep
+from shardkit_deepspeed._lockstep import Lockstep, Meeting
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
 
@@ -34,7 +34,6 @@ class Stage3Engine(ShardedEngine):
 
     stage = 3
     lockstep = "forward"
-    casts_are_cached = False
 
     def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
         global _open
@@ -56,13 +55,21 @@ class Stage3Engine(ShardedEngine):
         self._whole = False
         self._reading = False
         self._fetch = self._coordinator.fetch_sub_module
-        self._lockstep = Lockstep(self.model, self._device, next(_numbers)) if self._world_size > 1 else None
+        number = next(_numbers)
+        self._lockstep = Lockstep(self.model, self._device, number) if self._world_size > 1 else None
         self._coordinator.fetch_sub_module = self._fetch_in_lockstep
-        self._wrapped: list[str] = []
+        self._wrapped: list[tuple[nn.Module, str]] = []
         # Ranks end at different lengths, and a module that gathers as it runs would wait for the others for ever.
-        self._wrap("generate", self.gathered)
+        self._wrap(self.model, "generate", self.gathered)
         # A sharded parameter has no place for a whole one.
-        self._wrap("load_state_dict", self._writable)
+        self._writing = False
+        self._meeting = Meeting(number)
+        for part in self.model.modules():
+            self._wrap(part, "load_state_dict", self._writable)
+        for part in self.model.modules():
+            part.__dict__["__deepcopy__"] = _refuse_copy
+            self._wrapped.append((part, "__deepcopy__"))
+        self._versions = self._written()
         # ``state_dict``, and what calls it, would write down tensors without elements.
         self._handles += [part.register_state_dict_pre_hook(self._refuse_empty) for part in self.model.modules()]
 
@@ -130,10 +137,27 @@ class Stage3Engine(ShardedEngine):
         zero.backward_epilogue()
         self._micro = 0 if last else self._micro + 1
         self._refuse_thawed()
+        if last:
+            self._refuse_written()
         for value in self._others:
             value.grad = None
         if last:
             self._unscale()
+
+    def _written(self) -> list[int]:
+        """Return how often each parameter was written to; what DeepSpeed does with it doesn't count."""
+        return [value._version for value in self.model.parameters()]
+
+    def _refuse_written(self) -> None:
+        versions = self._written()
+        if versions != self._versions:
+            pairs = zip(self.model.named_parameters(), versions, self._versions, strict=True)
+            name = next(name for (name, _), now, before in pairs if now != before)
+            self._versions = versions
+            raise UnsupportedError(
+                f"backend 'deepspeed' at stage 3 shards {name!r}, so that what was written into it since the last step "
+                "is lost: bring new weights with load_state_dict on every rank, or use deepspeed:stage=2 or ddp"
+            )
 
     def _release(self, index: int) -> None:
         value: Any = self._params[index]
@@ -248,14 +272,22 @@ class Stage3Engine(ShardedEngine):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
+        if self._writing:
+            # A module whose own method loads its parts.
+            yield
+            return
+        self._meeting.meet("load_state_dict")
+        self._writing = True
         loaded: dict[int, Tensor] = {}
         if self._half is not None:
             self._half.on_load = lambda value, given: loaded.__setitem__(id(value), given)
-        # Rank 0's values are those that stay.
         try:
+            # Rank 0's values are those that stay.
             with self._gather(list(self.model.parameters()), modifier_rank=0):
                 yield
         finally:
+            self._writing = False
+            self._versions = self._written()
             if self._half is not None:
                 self._half.on_load = ignore
         if self._half is not None:
@@ -279,9 +311,9 @@ class Stage3Engine(ShardedEngine):
                 dist.broadcast(whole, 0)
             write(self._fragments, index, whole)
 
-    def _wrap(self, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have a method of the user's module run with whole weights."""
-        plain = getattr(self.model, name, None)
+    def _wrap(self, part: nn.Module, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have a method of the user's module, or of a part of it, run with whole weights."""
+        plain = getattr(part, name, None)
         if not callable(plain):
             return
 
@@ -290,8 +322,8 @@ class Stage3Engine(ShardedEngine):
             with context():
                 return plain(*args, **kwargs)
 
-        self.model.__dict__[name] = whole
-        self._wrapped.append(name)
+        part.__dict__[name] = whole
+        self._wrapped.append((part, name))
 
     # State.
 
@@ -329,8 +361,8 @@ class Stage3Engine(ShardedEngine):
         if self._half is not None:
             self._half.detach()
             self._take_all_over()
-        for name in self._wrapped:
-            del self.model.__dict__[name]
+        for part, name in self._wrapped:
+            del part.__dict__[name]
         self._library.module_forward_pre_hook.remove()
         self._library.module_forward_post_hook.remove()
         self._zero.parameter_offload.partition_all_parameters()
@@ -353,6 +385,14 @@ class Stage3Engine(ShardedEngine):
         if not _open:
             restore_linear()
             unpatch_order_check()
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    """Stand in for the copying of a module, which would copy empty parameters and what DeepSpeed hung on them."""
+    raise UnsupportedError(
+        "backend 'deepspeed' at stage 3 shards the parameters, and a copy of the module would hold empty ones: copy it "
+        "before prepare and load session.full_weights() into the copy, or use deepspeed:stage=2 or ddp"
+    )
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

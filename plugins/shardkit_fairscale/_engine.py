@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardkit import Engine, Strategy, Update
 from shardkit.errors import ShardkitError, UnsupportedError
 from shardkit.gradients import gradients, unscale
+from shardkit.parameters import sharing
 from shardkit_fairscale._agreement import raise_together
 from shardkit_fairscale._reduce import Reducer, ReplicatedReducer, ShardedReducer
 from shardkit_fairscale._shard import Shard
@@ -29,6 +30,7 @@ class FairScaleEngine(Engine):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions) -> None:
         _check_dense(model)
+        _check_apart(model)
         self.model = model
         self.optimizer = optimizer
         self._clip = strategy.max_grad_norm
@@ -116,10 +118,20 @@ class FairScaleEngine(Engine):
         self._window = None
 
 
+def _check_apart(model: nn.Module) -> None:
+    pair = sharing(dict(model.named_parameters()))
+    if pair is not None:
+        raise UnsupportedError(
+            f"backend 'fairscale' moves parameters into buffers of its own, and {pair[0]!r} and {pair[1]!r} share "
+            "memory, which would part: make them one parameter, or use the strategy 'ddp'"
+        )
+
+
 def _check_dense(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if getattr(part, "sparse", False) is True and any(p.requires_grad for p in part.parameters(recurse=False)):
             place = f"{name or 'the module'!r} ({type(part).__name__})"
             raise UnsupportedError(
-                f"backend 'fairscale' can't average the sparse gradients of {place}: give it sparse=False"
+                f"backend 'fairscale' can't average the sparse gradients of {place}: give it sparse=False, or use "
+                "the strategy 'ddp'"
             )

@@ -229,7 +229,7 @@ class ReplicatedReducer:
                 raise
             raise UnsupportedError(
                 "backend 'fairscale' with shard=optimizer can't follow a backward pass within another: checkpoint "
-                "with use_reentrant=False, or use the strategy 'fairscale'"
+                "with use_reentrant=False, or use the strategy 'fairscale' or 'ddp:overlap=false'"
             ) from error
 
     def refresh(self, schedule: Sequence[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import CheckpointError, InputError, UnsupportedError
+from shardkit.optimizers import Attributes, reach, twin
 from shardkit_fairscale._agreement import raise_together
 from shardkit_fairscale._library import OSS, unconfigured_logging
 
@@ -38,9 +38,12 @@ class Shard:
         self.optimized: list[Tensor] = [parameter for group in given for parameter in group]
         rest = [parameter for parameter in self._names if parameter not in set(self.optimized)]
         self.check()
+        if self._world > 1:
+            self._check_reach()
         with unconfigured_logging():
             self.oss = OSS([{"params": group} for group in ([*given, rest] if rest else given)], optim=self._own)
         self.inner: Optimizer = self.oss.optim
+        self._attributes = Attributes(optimizer, self.inner)
         self.owned = [parameter for parameter in self.optimized if self.owner(parameter) == self._rank]
         self._pointers = self._addresses()
         self._carry_over()
@@ -64,6 +67,14 @@ class Shard:
                     f"backend 'fairscale' can't send complex parameters such as {name!r} ({dtype}): use the "
                     "strategy 'ddp'"
                 )
+
+    def _check_reach(self) -> None:
+        found = reach(self._user)
+        if found.unit == "model":
+            raise UnsupportedError(
+                f"backend 'fairscale' splits the parameters over the ranks, and {type(self._user).__name__} "
+                f"{found.cause}: use the strategy 'ddp', where it sees the whole model"
+            )
 
     def owner(self, parameter: Tensor) -> int:
         """Return the rank that updates this parameter."""
@@ -150,21 +161,13 @@ class Shard:
 
     def _own(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return a copy of the user's optimizer over these parameters, with its settings and no state."""
-        kind = type(self._user)
-        copy: Optimizer = kind.__new__(kind)
-        # Not through the constructor, whose signature is the optimizer's own affair. What a schedule or a session put
-        # in the place of a method stays behind, and so do the hooks: they are called once, for the user's optimizer.
-        vars(copy).update({k: v for k, v in vars(self._user).items() if not (callable(v) and hasattr(kind, k))})
-        vars(copy).update(
-            {k: OrderedDict() for k in vars(copy) if k.startswith("_optimizer_") and k.endswith("_hooks")}
+        return twin(
+            self._user,
+            [_narrowed(group, own["params"]) for group, own in zip(self._user.param_groups, groups, strict=False)],
         )
-        copy.state = defaultdict(dict)
-        copy.param_groups = [
-            _narrowed(group, own["params"]) for group, own in zip(self._user.param_groups, groups, strict=False)
-        ]
-        return copy
 
     def _follow_groups(self) -> None:
+        self._attributes.follow()
         for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
             own.update((key, value) for key, value in user.items() if key not in _OF_THE_TENSORS)
 

@@ -195,11 +195,12 @@ class Agreement:
         for parameter in self._reducer.repeated:
             return UnsupportedError(
                 f"backend 'fairscale' can't average the gradient of {self._names[parameter]!r}, which came in several "
-                "pieces within one backward: checkpoint with use_reentrant=False"
+                "pieces within one backward: checkpoint with use_reentrant=False, or use 'ddp:overlap=false'"
             )
         for parameter in self._reducer.sparse:
             return UnsupportedError(
-                f"backend 'fairscale' can't average the sparse gradient of {self._names[parameter]!r}: use sparse=False"
+                f"backend 'fairscale' can't average the sparse gradient of {self._names[parameter]!r}: use "
+                "sparse=False, or the strategy 'ddp'"
             )
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,46 @@ def train(session: Session, steps: int, first: int = 0) -> dict[str, Tensor]:
             session.backward(loss)
             assert session.step() == (micro + 1 == accumulate)
     return session.full_weights()
+
+
+def same_as_alone(
+    prepare: Prepare,
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    steps: int = 3,
+    tolerance: float = 2e-6,
+    change: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
+    **fields: Any,
+) -> dict[str, Tensor]:
+    """Return the weights that a session reaches, once they are those of one process on the whole global batch.
+
+    ``loss(model, step, part)`` is the loss of a part of the batch: micro-batch times world size plus rank.
+    ``change(model, optimizer, step)`` is done before each step. Weights are compared after every step.
+    """
+    model, optimizer = build()
+    other, plain = build()
+    with prepare(model, optimizer, **fields) as session:
+        parts = session.strategy.accumulate * session.world_size
+        for index in range(steps):
+            if change is not None:
+                change(other, plain, index)
+                change(session.model, session.optimizer, index)
+            plain.zero_grad()
+            for part in range(parts):
+                (loss(other, index, part) / parts).backward()
+            if session.strategy.max_grad_norm is not None:
+                given = [value for group in plain.param_groups for value in group["params"]]
+                nn.utils.clip_grad_norm_(given, session.strategy.max_grad_norm)
+            plain.step()
+            for micro in range(session.strategy.accumulate):
+                session.backward(loss(session.model, index, micro * session.world_size + session.rank))
+                session.step()
+            weights = session.full_weights()
+            try:
+                assert_close(weights, dict(other.state_dict()), tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"after step {index + 1}: {error}") from None
+    return weights
 
 
 def step(session: Session, loss: Tensor) -> bool:

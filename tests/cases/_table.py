@@ -14,19 +14,28 @@ Case = Callable[[Prepare, int], None]
 
 _CASES: dict[str, Case] = {}
 _REFUSED: dict[str, dict[str, str]] = {}
+_LEFT_OUT: dict[str, dict[str, str]] = {}
+_NOT_RAW: set[str] = set()
 
 
-def case(refused: Mapping[str, str] | None = None) -> Callable[[Case], Case]:
+def case(
+    refused: Mapping[str, str] | None = None, *, left_out: Mapping[str, str] | None = None, raw: bool = True
+) -> Callable[[Case], Case]:
     """Add a case to the table, under its function's name.
 
     ``refused`` maps patterns of strategies, such as ``"deepspeed:stage=[123]*"``, to words that the error has there on
-    every rank, as a regular expression. Everywhere else the case holds.
+    every rank, as a regular expression. Everywhere else the case holds. ``left_out`` maps patterns to the reason why
+    the case isn't run there, which docs/contract.md tells too. ``raw`` says whether the raw libraries can be asked the
+    same: not where the case is that shardkit refuses something.
     """
 
     def add(function: Case) -> Case:
         assert function.__name__ not in _CASES
         _CASES[function.__name__] = function
         _REFUSED[function.__name__] = dict(refused or {})
+        _LEFT_OUT[function.__name__] = dict(left_out or {})
+        if not raw:
+            _NOT_RAW.add(function.__name__)
         return function
 
     return add
@@ -34,9 +43,23 @@ def case(refused: Mapping[str, str] | None = None) -> Callable[[Case], Case]:
 
 def refusal(name: str, strategy: str) -> str | None:
     """Return the words with which a strategy refuses a case; None where the case must hold."""
-    found = [words for pattern, words in _REFUSED[name].items() if fnmatchcase(strategy, pattern)]
+    return _found(_REFUSED[name], name, strategy)
+
+
+def reason_left_out(name: str, strategy: str) -> str | None:
+    """Return why a case isn't run under a strategy; None where it is."""
+    return _found(_LEFT_OUT[name], name, strategy)
+
+
+def _found(patterns: Mapping[str, str], name: str, strategy: str) -> str | None:
+    found = [words for pattern, words in patterns.items() if fnmatchcase(strategy, pattern)]
     assert len(found) < 2, f"two patterns for {name} under {strategy}"
     return found[0] if found else None
+
+
+def asks_raw(name: str) -> bool:
+    """Return whether a case can be asked of the raw libraries too."""
+    return name not in _NOT_RAW
 
 
 def load_cases() -> dict[str, Case]:

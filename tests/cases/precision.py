@@ -32,7 +32,7 @@ class Shown(nn.Module):
         return {"hidden": hidden, "pair": (hidden, "kept"), "none": None, "loss": hidden.square().mean()}
 
 
-@case()
+@case(raw=False)
 def the_forward_runs_in_low_precision_and_all_else_in_float32(prepare: Prepare, rank: int) -> None:
     for precision, dtype in DTYPES.items():
         model = Shown()
@@ -84,31 +84,44 @@ def gradients_are_unscaled_before_the_norm_and_the_clip(prepare: Prepare, rank: 
 def c48_a_step_that_overflows_on_one_rank_is_skipped_on_all_and_no_schedule_advances(
     prepare: Prepare, rank: int
 ) -> None:
-    for place, infinite in ((1, "loss"), (0, "gradient"), (1, "gradient")):
+    for place in (0, 1):
         model = W(1)
         optimizer = sgd(model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
         with prepare(model, optimizer, precision="fp16", loss_scale=2.0**16) as session:
-            assert session.scaler is not None
             moved = []
             for update in range(3):
                 loss = session.model([1.0])
-                if update == 0 and rank == place:
-                    # Finite in float32, and infinite once it is scaled; or infinite from the start.
-                    loss = loss * (1e38 if infinite == "gradient" else float("inf"))
-                session.backward(loss)
-                if infinite == "loss" and update == 0:
-                    with pytest.warns(RuntimeWarning, match="rank 1: inf"):
-                        moved.append(session.step())
-                else:
-                    moved.append(session.step())
-                assert session.step_was_skipped == (update == 0)
+                # Finite in float32, and infinite once it is scaled.
+                session.backward(loss * 1e38 if update == 0 and rank == place else loss)
+                moved.append(session.step())
                 if moved[-1]:
                     schedule.step()
             assert moved == [False, True, True]
-            assert (session.steps, session.skipped_steps, schedule.last_epoch) == (2, 1, 2)
-            assert session.scaler.scale == 2.0**15
+            assert schedule.last_epoch == 2
             assert_close(session.full_weights()["w"], [0.85])
+
+
+@case(raw=False)
+def c48_a_skipped_step_is_told_and_counted(prepare: Prepare, rank: int) -> None:
+    for infinite in ("loss", "gradient"):
+        model = W(1)
+        with prepare(model, sgd(model), precision="fp16", loss_scale=2.0**16) as session:
+            assert session.scaler is not None
+            for update in range(3):
+                loss = session.model([1.0])
+                if update == 1 and rank == 1:
+                    loss = loss * (1e38 if infinite == "gradient" else float("inf"))
+                session.backward(loss)
+                if infinite == "loss" and update == 1:
+                    with pytest.warns(RuntimeWarning, match="rank 1: inf"):
+                        session.step()
+                else:
+                    session.step()
+                assert session.step_was_skipped == (update == 1)
+            assert (session.steps, session.skipped_steps) == (2, 1)
+            assert session.scaler.scale == 2.0**15
+            assert_close(session.full_weights()["w"], [0.8])
 
 
 @case()
@@ -135,7 +148,7 @@ def optimizer_state_and_weights_are_untouched_by_a_skipped_step(prepare: Prepare
     assert_close(found[1], found[0], 1e-4)
 
 
-@case()
+@case(raw=False)
 def c49_the_scaler_goes_on_where_it_was_saved(prepare: Prepare, rank: int) -> None:
     fields: dict[str, Any] = {"precision": "fp16", "loss_scale": 512.0, "loss_scale_window": 3}
 
@@ -161,7 +174,7 @@ def c49_the_scaler_goes_on_where_it_was_saved(prepare: Prepare, rank: int) -> No
         assert (session.scaler.scale, session.scaler.growth_tracker) == (2048.0, 1)
 
 
-@case()
+@case(raw=False)
 def the_loss_scale_follows_overflows_down_and_good_steps_up_on_all_ranks(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model), precision="fp16", loss_scale=4.0, loss_scale_window=2) as session:
@@ -173,7 +186,7 @@ def the_loss_scale_follows_overflows_down_and_good_steps_up_on_all_ranks(prepare
         assert scales == [4.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0]
 
 
-@case()
+@case(raw=False)
 def an_overflow_that_no_scale_can_cure_is_refused_on_every_rank(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model), precision="fp16", loss_scale=1.0) as session:
@@ -194,13 +207,13 @@ def accumulation_in_low_precision_is_the_mean_of_the_window(prepare: Prepare, ra
             assert_close(session.full_weights()["w"], [0.7])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Slotted:
     loss: Tensor
     note: str
 
 
-@case()
+@case(raw=False)
 def outputs_in_float32_keep_their_type(prepare: Prepare, rank: int) -> None:
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -224,10 +237,8 @@ def outputs_in_float32_keep_their_type(prepare: Prepare, rank: int) -> None:
             assert step(session, loss)
 
 
-@case()
+@case(left_out={"deepspeed*": "its modules can't be copied while they are prepared, in any precision"}, raw=False)
 def a_copy_of_the_module_runs_by_itself(prepare: Prepare, rank: int) -> None:
-    if "deepspeed" in prepare.text:
-        return  # its modules can't be copied while they are prepared, in any precision
     model = Shown()
     with prepare(model, sgd(model), precision="bf16") as session:
         copied = copy.deepcopy(session.model)
@@ -240,7 +251,7 @@ def a_copy_of_the_module_runs_by_itself(prepare: Prepare, rank: int) -> None:
         assert session.model(batch(0, 0))["hidden"].any()
 
 
-@case()
+@case(raw=False)
 def weights_that_are_not_float32_are_refused_in_low_precision(prepare: Prepare, rank: int) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         model = mlp().to(dtype)
@@ -248,7 +259,7 @@ def weights_that_are_not_float32_are_refused_in_low_precision(prepare: Prepare, 
             prepare(model, sgd(model), precision="bf16")
 
 
-@case()
+@case(raw=False)
 def the_plain_text_of_a_strategy_asks_for_precision(prepare: Prepare, rank: int) -> None:
     separator = "," if ":" in prepare.text else ":"
     text = f"{prepare.text}{separator}precision=fp16,loss_scale=256,loss_scale_window=7"

@@ -187,7 +187,7 @@ def c23_the_optimizer_is_one_of_torch_that_any_schedule_accepts(prepare: Prepare
         cycle.step()
 
 
-@case()
+@case(raw=False)
 def c25_a_parameter_listed_twice_is_refused(prepare: Prepare, rank: int) -> None:
     model = W(1)
     optimizer = sgd(model)
@@ -250,8 +250,15 @@ def c33_a_frozen_module_without_optimizer_evaluates(prepare: Prepare, rank: int)
     with prepare(teacher, None) as session:
         assert torch.equal(session.model(batch(0, 0)), expected)
         assert list(session.full_weights()) == keys
-        with pytest.raises(StateError, match="only evaluates"):
-            session.optimizer  # noqa: B018
+
+
+@case(raw=False)
+def c33_a_session_without_optimizer_says_so(prepare: Prepare, rank: int) -> None:
+    with (
+        prepare(mlp().requires_grad_(False), None) as session,
+        pytest.raises(StateError, match="only evaluates"),
+    ):
+        session.optimizer  # noqa: B018
 
 
 @case()
@@ -421,12 +428,13 @@ def c43_checkpointing_without_reentry_is_right_beside_an_unused_layer(prepare: P
             assert_close(session.full_weights()["layer.w"], [expected])
 
 
-@case(refused={"ddp": "use_reentrant=False", "fairscale:shard=optimizer": "use_reentrant=False"})
+@case(refused={"fairscale:shard=optimizer": "use_reentrant=False"})
 def c43_reentrant_checkpointing_is_right_beside_an_unused_layer(prepare: Prepare, rank: int) -> None:
     model = Checkpointed(reentrant=True, unused=True)
     with prepare(model, sgd(model)) as session:
-        step(session, session.model(rank + 1))
-        assert_close(session.full_weights()["layer.w"], [0.85])
+        for expected in (0.85, 0.7):
+            step(session, session.model(rank + 1))
+            assert_close(session.full_weights()["layer.w"], [expected])
 
 
 @case()
@@ -498,7 +506,7 @@ def c62_keys_are_those_of_the_bare_module(prepare: Prepare, rank: int) -> None:
             Named().load_state_dict(weights, strict=True)
 
 
-@case()
+@case(raw=False)
 def c64_saving_in_mid_window_is_refused(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model), accumulate=4) as session:
@@ -542,6 +550,13 @@ def c68_averaged_gradients_are_visible_between_backward_and_step(prepare: Prepar
         session.backward(session.model(torch.full((2,), rank + 1.0)).sum())
         assert_close(session.full_gradients()["weight"], [[1.5, 1.5]])
         session.step()
+
+
+@case(raw=False)
+def c68_gradients_are_refused_once_the_step_is_done(prepare: Prepare, rank: int) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with prepare(model, sgd(model)) as session:
+        step(session, session.model(torch.full((2,), rank + 1.0)).sum())
         with pytest.raises(StateError, match="0 of 1 micro-batches"):
             session.full_gradients()
 
@@ -629,7 +644,7 @@ def c75_an_optimizer_that_fails_in_its_step_fails_on_every_rank(prepare: Prepare
             step(session, session.model([1.0]))
 
 
-@case()
+@case(raw=False)
 def c76_what_is_prepared_is_not_prepared_again(prepare: Prepare, rank: int) -> None:
     model = W(1)
     optimizer = sgd(model)
@@ -696,7 +711,7 @@ def grouped_and_frozen_parameters_train_as_in_one_process(prepare: Prepare, rank
         assert_close(train(session, steps=4), expected, 2e-6)
 
 
-@case()
+@case(raw=False)
 def a_gradient_that_is_not_finite_is_refused_on_every_rank(prepare: Prepare, rank: int) -> None:
     for fields in ({}, {"max_grad_norm": 1.0}):
         model = mlp()
@@ -715,7 +730,7 @@ def a_gradient_that_is_not_finite_is_refused_on_every_rank(prepare: Prepare, ran
             assert session.skipped_steps == 1
 
 
-@case()
+@case(raw=False)
 def a_loss_that_is_not_finite_is_skipped_on_every_rank_when_asked(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), on_nonfinite="skip") as session:
@@ -728,10 +743,8 @@ def a_loss_that_is_not_finite_is_skipped_on_every_rank_when_asked(prepare: Prepa
         train(session, steps=1, first=1)
 
 
-@case()
+@case(left_out={"deepspeed:stage=3*": "ranks must run the same modules at stage 3, as its page says"})
 def a_loss_on_one_rank_that_depends_on_no_parameter_counts_as_zero(prepare: Prepare, rank: int) -> None:
-    if "stage=3" in prepare.text:
-        return  # ranks must run the same modules there, and its page says so
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
     with prepare(model, sgd(model)) as session:
@@ -751,7 +764,7 @@ def gradients_from_before_prepare_do_not_count(prepare: Prepare, rank: int) -> N
         assert_close(session.full_weights()["w"], [0.85])
 
 
-@case()
+@case(raw=False)
 def settings_that_part_among_ranks_in_mid_run_are_refused_before_anything_moves(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model)) as session:

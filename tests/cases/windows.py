@@ -25,7 +25,7 @@ def train(session: Session, windows: Any, loss: Any = None) -> list[bool]:
     return moved
 
 
-@case()
+@case(raw=False)
 def a_short_last_window_is_divided_by_its_own_length(prepare: Prepare, rank: int) -> None:
     model = W(1)
     loader = [[[1.0], [2.0], [4.0]], [[3.0], [4.0], [6.0]]][rank]
@@ -35,7 +35,7 @@ def a_short_last_window_is_divided_by_its_own_length(prepare: Prepare, rank: int
         assert_close(session.full_weights()["w"], [1 - 0.1 * 2.5 - 0.1 * 5.0])
 
 
-@case()
+@case(raw=False)
 def with_weights_a_step_is_the_sum_of_losses_over_the_sum_of_weights(prepare: Prepare, rank: int) -> None:
     model = W(1)
     # Sums over 1, 3 and 2, 4 tokens: (10 + 30 + 2 + 8) / 10, not the mean of the four means.
@@ -47,7 +47,7 @@ def with_weights_a_step_is_the_sum_of_losses_over_the_sum_of_weights(prepare: Pr
         assert_close(session.full_weights()["w"], [0.5])
 
 
-@case()
+@case(raw=False)
 def token_weights_give_the_step_of_one_process_over_all_tokens(prepare: Prepare, rank: int) -> None:
     numbers = torch.Generator().manual_seed(3)
     rows = [torch.randn(length, 8, generator=numbers) for length in (1, 5, 2, 7, 3, 4, 6)]
@@ -66,7 +66,7 @@ def token_weights_give_the_step_of_one_process_over_all_tokens(prepare: Prepare,
         assert_close(session.full_weights(), dict(reference.state_dict()), 2e-6)
 
 
-@case()
+@case(raw=False)
 def ranks_with_different_numbers_of_batches_end_together_and_use_each_once(prepare: Prepare, rank: int) -> None:
     for lengths in ((5, 3), (1, 4), (2, 3)):
         model = W(1)
@@ -88,20 +88,16 @@ def ranks_with_different_numbers_of_batches_end_together_and_use_each_once(prepa
             assert_close(session.full_weights()["w"], [expected])
 
 
-@case()
+@case({"deepspeed:stage=3*": "rank 0: 0; rank 1: 2.*a strategy that doesn't shard parameters"}, raw=False)
 def a_rank_without_any_batch_takes_part_in_every_step(prepare: Prepare, rank: int) -> None:
     model = W(1)
     loader: list[list[float]] = [[], [[2.0], [4.0], [6.0]]][rank]
     with prepare(model, sgd(model), accumulate=2) as session:
-        if "stage=3" in prepare.text:
-            with pytest.raises(MismatchError, match="rank 0: 0; rank 1: 2"):
-                train(session, session.windows(loader))
-            return
         assert train(session, session.windows(loader)) == [True, True]
         assert_close(session.full_weights()["w"], [1 - 0.3 - 0.6])
 
 
-@case()
+@case(raw=False)
 def uneven_loaders_are_refused_when_asked_before_any_of_the_rest_is_used(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model), accumulate=2) as session:
@@ -113,7 +109,7 @@ def uneven_loaders_are_refused_when_asked_before_any_of_the_rest_is_used(prepare
         assert train(session, session.windows([[1.0]] * 2, uneven="refuse")) == [True]
 
 
-@case()
+@case(raw=False)
 def a_loader_that_fails_on_one_rank_fails_on_all(prepare: Prepare, rank: int) -> None:
     def loader() -> Iterator[list[float]]:
         yield [1.0]
@@ -129,7 +125,7 @@ def a_loader_that_fails_on_one_rank_fails_on_all(prepare: Prepare, rank: int) ->
         assert train(session, session.windows([[1.0]])) == [True]
 
 
-@case()
+@case(raw=False)
 def bad_weights_are_refused_on_every_rank(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model)) as session:
@@ -142,7 +138,7 @@ def bad_weights_are_refused_on_every_rank(prepare: Prepare, rank: int) -> None:
         assert_close(session.full_weights()["w"], [0.8])
 
 
-@case()
+@case(raw=False)
 def a_window_left_before_its_step_is_refused(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model), accumulate=2) as session:
@@ -155,7 +151,7 @@ def a_window_left_before_its_step_is_refused(prepare: Prepare, rank: int) -> Non
         assert_close(session.full_weights()["w"], [0.9])
 
 
-@case()
+@case(raw=False)
 def a_pass_goes_on_from_a_checkpoint_with_the_order_that_was_drawn(prepare: Prepare, rank: int) -> None:
     rows = [torch.full((2, 8), float(index)) for index in range(10)]
 
@@ -191,7 +187,7 @@ def a_pass_goes_on_from_a_checkpoint_with_the_order_that_was_drawn(prepare: Prep
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@case()
+@case(raw=False)
 def windows_skip_and_scale_as_the_plain_loop_does_in_fp16(prepare: Prepare, rank: int) -> None:
     model = W(1)
     loader = [([[1.0], [2.0], [3.0]], [[3.0], [4.0]])[rank]] * 2
@@ -209,7 +205,7 @@ def windows_skip_and_scale_as_the_plain_loop_does_in_fp16(prepare: Prepare, rank
         assert_close(session.full_weights()["w"], [1 - 0.1 * 13 / 5])
 
 
-@case()
+@case(raw=False)
 def buffers_of_a_short_rank_are_those_of_rank_0(prepare: Prepare, rank: int) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -226,7 +222,7 @@ def buffers_of_a_short_rank_are_those_of_rank_0(prepare: Prepare, rank: int) -> 
         assert_close(session.full_weights()["norm.running_mean"], [0.19])
 
 
-@case()
+@case(raw=False)
 def c90_values_of_ranks_with_different_counts_are_gathered_without_padding(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model)) as session:

@@ -39,7 +39,7 @@ def measured(model: str) -> Distances:
     """Return how far float32 is from float64, over all optimizers, clippings and ways to split the batch."""
     total = Distances()
     for cell, world_size in _ways(model):
-        exact = train(cell, world_size, _exact(cell.workload.build(0)), whole_batch=False, dtype=torch.float64)
+        exact = train(cell, world_size, exact_module(cell.workload.build(0)), whole_batch=False, dtype=torch.float64)
         whole_batch = [False, True] if cell.workload.whole_batch else [False]
         for whole in whole_batch:
             single = train(cell, world_size, cell.workload.build(0), whole_batch=whole)
@@ -57,7 +57,7 @@ def _ways(model: str) -> Iterator[tuple[Cell, int]]:
         yield from ((cell, world_size) for cell in cells(world_size) if cell.model == model)
 
 
-def _exact(module: nn.Module) -> nn.Module:
+def exact_module(module: nn.Module) -> nn.Module:
     """Return the module with T5's norms, which compute in float32 whatever they are given, replaced by torch's."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():

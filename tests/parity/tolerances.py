@@ -21,6 +21,14 @@ GRAD_NORM = 1e-6
 GRADIENT = 5e-6
 WEIGHT = 1e-5
 
+LOW_PRECISION_FACTOR = 2.0
+"""How many times as far from float64 as plain DDP a strategy may be in bf16 and fp16, on the same work.
+
+All run the same forward in the same format, so that most are at 1 but for the order of float32 sums. What may differ is
+where a weight is used several times in a forward: its gradients add up in the low format, or in float32 where stage 3
+casts it again for each use.
+"""
+
 HALF_WEIGHTS_OVER_AUTOCAST = 2.0
 """How far from float64 weights in bf16 with float32 masters may be, in multiples of plain torch's distance in autocast.
 
