@@ -83,13 +83,13 @@ def _plan(
     plan = _Plan(model, getattr(model, "_orig_mod", model), optimizer)
     try:
         plan.device = check_model(plan.module)
+        _check_unprepared(plan.module)
         plan.strategy = resolve(strategy)
         plan.backend = _registry.describe(plan.strategy.backend)
         plan.options = typed_options(plan.backend, plan.strategy.options)
         check_fit(plan.backend, plan.strategy, plan.device)
         check_precision(plan.module, plan.strategy.precision, plan.device)
         _registry.require_library(plan.backend)
-        _check_unprepared(plan.module)
         if optimizer is not None:
             check_optimizer(plan.module, optimizer)
             if expected_world_size() > 1:

@@ -32,6 +32,46 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], float]:
         return session.full_weights(), session.grad_norm
 
 
+def half(precision: str, settings: str) -> tuple[dict[str, Tensor], set[torch.dtype], int]:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    model = mlp().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    strategy = f"deepspeed:{settings},precision={precision},half_weights=true,loss_scale=1024"
+    with shardkit.prepare(model, optimizer, strategy) as session:
+        kinds = {value.dtype for value in model.parameters()}
+        for index in range(STEPS):
+            session.backward(session.model(batch(index, session.rank).to(device)).square().mean())
+            assert session.step()
+        # An overflow on one rank halves the session's scale, and moves nothing.
+        held = session.full_weights()
+        if precision == "fp16":
+            session.backward(session.model(batch(0, 0).to(device)).square().mean() * (1e38 if not session.rank else 1))
+            assert not session.step()
+            assert session.scaler.scale == 512
+            assert all(torch.equal(held[name], value) for name, value in session.full_weights().items())
+    assert all(torch.equal(held[name], value.cpu()) for name, value in model.state_dict().items())
+    return held, kinds, session.skipped_steps
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    "settings", ["stage=1", "stage=2", "stage=3", "stage=2,offload_optimizer=cpu", "stage=3,offload_optimizer=cpu"]
+)
+def test_half_weights_on_cuda_train_near_float32(settings: str, precision: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("deepspeed")
+    ranks = torch.cuda.device_count()
+    found = shardkit.launch(half, precision, settings, processes=ranks, timeout=300)
+    reference = mlp()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = train_alone(reference, optimizer, STEPS, parts=ranks)
+    for weights, kinds, skipped in found:
+        # Four steps of Adam go 0.04; one element of a small gradient may go another way for a step and back.
+        assert_close(weights, expected, 2e-2)
+        assert kinds == {dtype}
+        assert skipped == (precision == "fp16")
+
+
 def test_a_run_on_cuda_is_that_of_one_process_on_the_cpu(strategy: str) -> None:
     ranks = torch.cuda.device_count()
     # A fork of a process that has touched CUDA can't use it: launch starts anew.

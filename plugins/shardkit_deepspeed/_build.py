@@ -14,7 +14,8 @@ from shardkit.errors import InputError, UnsupportedError
 from shardkit.optimizers import reach, twin
 from shardkit.parameters import sharing
 from shardkit_deepspeed._config_optimizer import check_section, from_section
-from shardkit_deepspeed._fragments import Fragments
+from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
+from shardkit_deepspeed._half import Half, check_half
 from shardkit_deepspeed._library import build_engine, check_driven, load
 from shardkit_deepspeed._plan import Plan, make_plan
 from shardkit_deepspeed._restore import Restore
@@ -43,7 +44,11 @@ def build(
     check_tensors(model, optimizer, plan.stage)
     if plan.stage:
         check_elementwise(optimizer, plan.stage)
+    if plan.half is not None:
+        check_state(model, optimizer)
     library = load(device)
+    if plan.half is not None:
+        check_half(plan.half, plan.stage)
     restore = Restore(model)
     if plan.stage == 0:
         return _replicated(model, optimizer, strategy, plan, library, device, restore)
@@ -89,22 +94,28 @@ def _sharded(
             groups.append((at, trained))
     fragments = Fragments(optimizer, groups)
     scalars = [value for value in model.parameters() if plan.stage == 3 and value.dim() == 0]
+    half = Half(model, plan.half) if plan.half is not None else None
     for value in scalars:
         value.data = value.data.view(1)
     for value in model.parameters() if plan.stage == 3 else ():
         # DeepSpeed sends memory as it lies.
         value.data = value.data.contiguous()
-    engine = build_engine(library, model, fragments, plan.config, device)
-    check_driven(engine.optimizer, plan.stage, library.__version__)
-    if plan.stage < 3:
-        _remove_forward_hooks(engine)
-    restore.built()
-    restore.let_copy(plan.stage)
-    if plan.stage == 3:
-        return Stage3Engine(
-            model, optimizer, engine, fragments, strategy, deepspeed=library, restore=restore, scalars=scalars
-        )
-    return PartitionEngine(model, optimizer, engine, fragments, strategy, restore=restore)
+    try:
+        engine = build_engine(library, model, fragments, plan.config, device)
+        check_driven(engine.optimizer, plan.stage, library.__version__)
+        if plan.stage < 3:
+            _remove_forward_hooks(engine)
+        restore.built()
+        restore.let_copy(plan.stage)
+        if plan.stage == 3:
+            return Stage3Engine(
+                model, optimizer, engine, fragments, strategy, half, deepspeed=library, restore=restore, scalars=scalars
+            )
+        return PartitionEngine(model, optimizer, engine, fragments, strategy, half, restore=restore)
+    except BaseException:
+        if half is not None:
+            half.undo_cast()
+        raise
 
 
 def _remove_forward_hooks(engine: Any) -> None:
@@ -171,6 +182,18 @@ def check_tensors(model: nn.Module, optimizer: Optimizer, stage: int) -> None:
                 f"backend 'deepspeed' averages dense gradients only, and those of {weight!r} are sparse: "
                 "build it with sparse=False, or use ddp"
             )
+
+
+def check_state(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise unless the state that the optimizer holds can be sharded, on every rank and not on those that hold a part.
+
+    Raises:
+        UnsupportedError: names the entry.
+    """
+    nothing = Fragment(0, 0, 0, 0)
+    for name, value in model.named_parameters():
+        if value in optimizer.state:
+            carried_state(optimizer.state[value], value.shape, nothing, name)
 
 
 def _trainable(model: nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from shardkit_deepspeed._options import DeepSpeedOptions
 
 AUTO = "auto"
-_PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "torch_autocast": "mixed precision"}
+_HALF = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -67,7 +69,8 @@ def check_config(
     Raises:
         StrategyError: lists, key by key, all that is unknown, not driven, or contradictory.
     """
-    found = [*_unknown(config), *_features(config), *_zero(config), *_numerics(config)]
+    found = [*_unknown(config), *_features(config), *_zero(config), *_numerics(config, strategy, options)]
+    found += [*_precision(path, config, strategy, options), *_scale(config, strategy)]
     found += _contradictions(config, strategy, options, world_size)
     if found:
         lines = "".join(f"\n  {line}" for line in found)
@@ -101,6 +104,20 @@ def merged(config: Mapping[str, Any], options: DeepSpeedOptions, option: str, de
     if given is None:
         given = zero_setting(config, option)
     return default if given is None else given
+
+
+def half_section(config: Mapping[str, Any]) -> str | None:
+    """Return the key by which the file asks for half-precision weights; None if it doesn't."""
+    return next((key for key in _HALF if _switch(config, key)), None)
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool | None:
+    """Return whether a section of the file is on, as to DeepSpeed: None where the file leaves it to us."""
+    section = config.get(key)
+    if not isinstance(section, dict):
+        return None if section is None or section == AUTO else bool(section)
+    value = said(section.get("enabled"))
+    return None if value is None else bool(value)
 
 
 def _number(value: Any) -> Any:
@@ -175,7 +192,7 @@ def _offload(key: str, offload: Any) -> Iterable[str]:
             yield f"{where}.{name}: {value!r} is not driven by shardkit: take it out"
 
 
-def _numerics(config: Mapping[str, Any]) -> Iterable[str]:
+def _numerics(config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions) -> Iterable[str]:
     """Find settings that change what a step computes, from what plain torch would compute."""
     must = {
         "prescale_gradients": (False,),
@@ -188,29 +205,130 @@ def _numerics(config: Mapping[str, Any]) -> Iterable[str]:
         if value is not None and value not in allowed:
             yield f"{key}: {value!r} changes what a step computes from plain torch's; write {allowed[0]!r}"
     types = config.get("data_types") or {}
+    half = options.half_weights or (options.half_weights is None and half_section(config) is not None)
+    weights = strategy.precision if half else "fp32"
     for name, value in types.items() if isinstance(types, dict) else ():
-        if said(value) not in (None, "fp32") and name != "keep_in_fp32_modules":
-            yield f"data_types.{name}: {value!r}, but the strategy trains in fp32"
+        right = weights if name == "param_dtype" else "fp32"
+        if said(value) not in (None, right) and name != "keep_in_fp32_modules":
+            what = {"param_dtype": "weights", "grad_accum_dtype": "gradients"}.get(name, "buffers")
+            yield f"data_types.{name}: {value!r}, but under this strategy {what} are {right}: write {right!r}"
+
+
+def _precision(path: str, config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions) -> Iterable[str]:
+    precision, half = strategy.precision, options.half_weights
+    ask = 'Strategy("deepspeed", precision={!r}, options={{"config": {!r}}})'
+    for key, meant in _HALF.items():
+        on = _switch(config, key)
+        if on and meant != precision:
+            yield (
+                f"{key}.enabled: on, but the strategy says precision={precision!r}: write "
+                f"{ask.format(meant, path)}, or take the section out"
+            )
+        elif on and half is False:
+            yield f"{key}.enabled: on, which means half_weights, but the strategy says half_weights=False"
+        elif on is False and half and meant == precision:
+            yield f"{key}.enabled: off, but the strategy says half_weights=True in {precision}"
+        yield from _unknown_within(key, config.get(key), _SECTIONS[meant])
+    section = config.get("torch_autocast")
+    held = section if isinstance(section, dict) else {}
+    if _switch(config, "torch_autocast"):
+        # DeepSpeed's own default.
+        name = said(held.get("dtype")) or "bfloat16"
+        meant = _AUTOCAST.get(str(name).removeprefix("torch."), "")
+        if not meant:
+            yield f"torch_autocast.dtype: 'bfloat16' or 'float16', not {name!r}"
+        elif meant != precision:
+            yield (
+                f"torch_autocast.enabled: on in {name}, but the strategy says precision={precision!r}: write "
+                f"{ask.format(meant, path)}, or take the section out"
+            )
+        if half or (half is None and half_section(config)):
+            yield "torch_autocast.enabled: on, which keeps float32 weights, but half_weights is asked for"
+        if said(held.get("lower_precision_safe_modules")) is not None:
+            yield (
+                "torch_autocast.lower_precision_safe_modules: gradients of all modules are averaged in float32: take "
+                "it out"
+            )
+    yield from _unknown_within("torch_autocast", section, {"enabled", "dtype", "lower_precision_safe_modules"})
+
+
+_SECTIONS = {
+    "bf16": {
+        "enabled",
+        "immediate_grad_update",
+        "check_grad_overflow",
+        "bf16_master_weights_and_grads",
+        "bf16_optimizer_states",
+    },
+    "fp16": {
+        "enabled",
+        "auto_cast",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+        "fp16_master_weights_and_grads",
+    },
+}
+
+
+def _unknown_within(key: str, section: Any, known: Iterable[str]) -> Iterable[str]:
+    for name in section if isinstance(section, dict) else ():
+        if name not in known:
+            yield f"{key}.{name}: DeepSpeed knows no such key{_nearest(name, known)}"
+
+
+def _scale(config: Mapping[str, Any], strategy: Strategy) -> Iterable[str]:
+    """Find settings of the masters and the loss scale that aren't the session's."""
+    fixed: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+        "bf16": {
+            "check_grad_overflow": ((True,), "a step whose gradient isn't finite is left out under every strategy"),
+            "bf16_master_weights_and_grads": ((False,), "masters and gradients are float32"),
+            "bf16_optimizer_states": ((False,), "the optimizer's state is float32"),
+        },
+        "fp16": {
+            "fp16_master_weights_and_grads": ((False,), "masters and gradients are float32"),
+            "loss_scale": (
+                (0,),
+                "the session's loss scale is a dynamic one, which starts at the strategy's loss_scale",
+            ),
+            "initial_scale_power": (
+                (math.log2(strategy.loss_scale),),
+                f"the strategy says loss_scale={strategy.loss_scale:g}",
+            ),
+            "loss_scale_window": (
+                (strategy.loss_scale_window,),
+                f"the strategy says loss_scale_window={strategy.loss_scale_window}",
+            ),
+            "hysteresis": ((1,), "the session halves the loss scale at each overflow"),
+            "consecutive_hysteresis": ((False,), "the session halves the loss scale at each overflow"),
+            "min_loss_scale": ((1,), "the session's loss scale doesn't fall below 1"),
+        },
+    }
+    for key, meant in _HALF.items():
+        section = config.get(key)
+        if not isinstance(section, dict) or not _switch(config, key):
+            continue
+        for name, (allowed, why) in fixed[meant].items():
+            value = said(section.get(name))
+            if value is not None and value not in allowed:
+                right = allowed[0]
+                right = f"{right:g}" if isinstance(right, float) else repr(right)
+                yield f"{key}.{name}: {value!r}, but {why}: write {right} or 'auto'"
 
 
 def _contradictions(
     config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, world_size: int
 ) -> Iterable[str]:
     for item in dataclasses.fields(options):
-        if item.name == "config":
+        if item.name in ("config", "half_weights"):
             continue
         given, file = getattr(options, item.name), zero_setting(config, item.name)
         if given is not None and file is not None and given != file:
             name = OFFLOADS.get(item.name) or ZERO_OPTIONS[item.name][0]
             yield f"zero_optimization.{name}: {file!r}, but the strategy says {item.name}={given!r}: take one out"
-    for key, meaning in _PRECISIONS.items():
-        section = config.get(key)
-        on = said(section.get("enabled", key != "torch_autocast") if isinstance(section, dict) else section)
-        if on:
-            yield (
-                f"{key}: on, but the strategy says precision={strategy.precision!r}, and backend 'deepspeed' doesn't "
-                f"train in {meaning} yet: take it out"
-            )
     steps = said(config.get("gradient_accumulation_steps"))
     if steps is not None and steps != strategy.accumulate:
         yield (

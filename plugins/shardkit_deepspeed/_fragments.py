@@ -40,6 +40,7 @@ def settings(group: dict[str, Any]) -> dict[str, Any]:
 class _Flat:
     """One of DeepSpeed's flat tensors, and the fragments that lie in it."""
 
+    tensor: Tensor
     group: dict[str, Any]
     fragments: list[Fragment] = field(default_factory=list)
     views: list[Tensor] = field(default_factory=list)
@@ -59,25 +60,37 @@ class Fragments(Optimizer):
         """For each group that DeepSpeed sees, the number of the user's."""
         self.absent: frozenset[int] = frozenset()
         """Indices of the parameters that got no gradient on any rank: they are left alone."""
+        self.before: Callable[[Tensor], None] = lambda flat: None
+        """Called with each flat tensor before it is updated."""
         self._flats: dict[int, _Flat] = {}
+        self._pieces: dict[int, list[tuple[Fragment, Tensor]]] = {}
 
     def attach(self, flat: Tensor, group: int, fragments: Sequence[Fragment]) -> None:
         """Say which fragments lie in one of DeepSpeed's flat tensors, and of which of the user's groups they are."""
-        cut = _Flat(self.twin.param_groups[group], list(fragments))
+        cut = _Flat(flat, self.twin.param_groups[group], list(fragments))
         for fragment in fragments:
             # A leaf, as optimizers want it, that shares the flat tensor's memory.
             view = flat.detach().narrow(0, fragment.offset, fragment.size).requires_grad_()
             cut.views.append(view)
             cut.group["params"].append(view)
+            self._pieces.setdefault(fragment.at, []).append((fragment, view))
         self._flats[id(flat)] = cut
 
     def within(self, flat: Tensor) -> list[Fragment]:
         """Return the fragments that lie in one of the flat tensors."""
         return self._flats[id(flat)].fragments
 
+    def flats(self) -> list[Tensor]:
+        """Return the flat tensors."""
+        return [cut.tensor for cut in self._flats.values()]
+
     def fragments(self) -> list[tuple[Fragment, Tensor]]:
         """Return all fragments of this rank with their views."""
         return [pair for flat in self._flats.values() for pair in zip(flat.fragments, flat.views, strict=True)]
+
+    def of(self, at: int) -> list[tuple[Fragment, Tensor]]:
+        """Return this rank's fragments of parameter number ``at`` with their views."""
+        return self._pieces.get(at, [])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -91,6 +104,7 @@ class Fragments(Optimizer):
         cut = self._flats[id(flat)]
         gradient = flat.grad
         assert gradient is not None
+        self.before(flat)
         moved = []
         for fragment, view in zip(cut.fragments, cut.views, strict=True):
             if fragment.at not in self.absent:

@@ -155,6 +155,7 @@ def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, config: dict[
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partition_parameters
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
     class PreparedEngine(DeepSpeedEngine):  # type: ignore[misc]
         """DeepSpeed's engine over a module whose replicas are equal already."""
@@ -162,6 +163,12 @@ def build_engine(deepspeed: Any, model: nn.Module, optimizer: Any, config: dict[
         def _broadcast_model(self) -> None:
             # Done by the session; DeepSpeed's own fails on a 0-dim parameter.
             pass
+
+        def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+            # For bf16 weights at stage 1 DeepSpeed takes another optimizer, which trusts that the backward passes of
+            # all ranks are alike; that of stage 2 does stage 1 as well, with gradients in float32.
+            kind = super()._do_optimizer_sanity_check(basic_optimizer)
+            return ZERO_OPTIMIZATION if self.zero_optimization() else kind
 
     with quiet(), environment(device):
         partition_parameters.shutdown_init_context()

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from shardkit import Update
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._half import write
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine
 
@@ -32,7 +34,9 @@ class PartitionEngine(ShardedEngine):
             self._handles += [
                 value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
             ]
-        if not self._aliased:
+        if self._half is not None:
+            self._average_in_float32()
+        elif not self._aliased:
             self._handles.append(self.model.register_load_state_dict_post_hook(self._refresh))
 
     def _find_parameters(self) -> None:
@@ -42,7 +46,7 @@ class PartitionEngine(ShardedEngine):
 
     def _attach(self) -> None:
         zero = self._zero
-        places = {id(value): index for index, value in enumerate(self._params)}
+        places = self._places = {id(value): index for index, value in enumerate(self._params)}
         self._aliased = True
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
             part = zero.parallel_partitioned_bit16_groups[group][self._rank]
@@ -65,6 +69,26 @@ class PartitionEngine(ShardedEngine):
         # DeepSpeed's own views of the master would keep the second copy alive.
         zero._link_all_hp_params()
 
+    def _low_precision(self, master: Tensor) -> Tensor:
+        zero = self._zero
+        group = next(at for at, held in enumerate(zero.single_partition_of_fp32_groups) if held is master)
+        part: Tensor = zero.parallel_partitioned_bit16_groups[group][self._rank]
+        return part
+
+    def _average_in_float32(self) -> None:
+        """Have DeepSpeed divide gradients in float32 at stage 2 as at stage 1, before it adds up those of all ranks."""
+        zero = self._zero
+        zero.use_grad_accum_attribute = True
+        for value in self._params:
+            value.grad_accum = None  # type: ignore[attr-defined]
+        assert self._half is not None
+        self._half.on_load = self._load_master
+
+    def _load_master(self, value: nn.Parameter, given: Tensor) -> None:
+        index = self._places.get(id(value))
+        if index is not None:
+            write(self._fragments, index, given)
+
     def _refresh(self, *_: Any) -> None:
         self._zero.refresh_fp32_params()
 
@@ -72,6 +96,8 @@ class PartitionEngine(ShardedEngine):
         zero = self._zero
         if self.stage == 1:
             loss.backward(gradient)
+            if self._half is not None:
+                self._add_up()
             if last:
                 zero.set_gradient_accumulation_boundary(True)
                 zero.setup_buckets()
@@ -85,24 +111,41 @@ class PartitionEngine(ShardedEngine):
             finally:
                 self._running = False
             self._order.finish(self._release, self._zeros)
-            zero.overlapping_partition_gradients_reduce_epilogue()
+            self._end_averaging()
         self._refuse_thawed()
         if last:
             self._unscale()
 
     def _average_all(self) -> None:
         for index, value in enumerate(self._params):
-            if value.grad is not None:
+            if value.grad is not None or getattr(value, "grad_accum", None) is not None:
                 self._seen[index] = 1
-                if value.grad.is_sparse:
+                if value.grad is not None and value.grad.is_sparse:
                     value.grad = value.grad.to_dense()
             else:
                 self._zeros(index)
             self._release(index)
+        self._end_averaging()
+
+    def _add_up(self) -> None:
+        for value in self._params:
+            if value.grad is not None:
+                if value.grad.is_sparse:
+                    value.grad = value.grad.to_dense()
+                self._zero._fill_param_grad_accum_attribute(value)
+
+    def _end_averaging(self) -> None:
         self._zero.overlapping_partition_gradients_reduce_epilogue()
+        if self._half is not None:
+            # Their sums are in DeepSpeed's partition now; what stays here would count again.
+            for value in self._params:
+                value.grad_accum = None  # type: ignore[attr-defined]
 
     def _release(self, index: int) -> None:
-        self._zero.reduce_ready_partitions_and_remove_grads(self._params[index], self._homes[index])
+        zero, value = self._zero, self._params[index]
+        if self._half is not None:
+            zero._fill_param_grad_accum_attribute(value)
+        zero.reduce_ready_partitions_and_remove_grads(value, self._homes[index])
 
     def _arrived_again(self, index: int, name: str) -> None:
         raise UnsupportedError(
@@ -130,6 +173,13 @@ class PartitionEngine(ShardedEngine):
                 found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
 
+    def step(self) -> Update:
+        update = super().step()
+        if not update.applied and self._half is not None:
+            # With offload DeepSpeed forgets to, and would leave out every later step as well.
+            self._drop_gradients()
+        return update
+
     def _drop_gradients(self) -> None:
         zero = self._zero
         zero.zero_grad()
@@ -147,7 +197,24 @@ class PartitionEngine(ShardedEngine):
         zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
         zero.micro_step_id = -1
 
+    def full_weights(self) -> dict[str, Tensor]:
+        if self._half is None:
+            return super().full_weights()
+        self._take_all_over()
+        whole: dict[int, Tensor] = {}
+        weights = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in whole:
+                index = self._places.get(id(value))
+                if index is None:
+                    whole[id(value)] = value.detach().to("cpu", self._half.kind(value), copy=True)
+                else:
+                    whole[id(value)] = self._whole_master(index).cpu()
+            weights[name] = whole[id(value)]
+        return weights
+
     def state_dict(self) -> dict[str, Any]:
+        self._take_all_over()
         state = {"model": dict(self.model.state_dict()), "optimizer": self._optimizer_state()}
         if not self._aliased:
             state["masters"] = [master.detach() for master in self._zero.single_partition_of_fp32_groups]
@@ -162,9 +229,13 @@ class PartitionEngine(ShardedEngine):
         for handle in self._handles:
             handle.remove()
         self._drop_gradients()
+        half = self._half
+        if half is not None:
+            half.detach()
+            self._take_all_over()
+            half.restore_types(self._params)
         self._library.destroy()
-        trained: list[nn.Parameter] = self._params
-        for value in trained:
+        for index, value in enumerate(self._params):
             # Out of DeepSpeed's flat tensors, which can then go.
-            value.data = value.data.clone()
+            value.data = value.data.clone() if half is None else self._whole_master(index)
         self._restore.undo()

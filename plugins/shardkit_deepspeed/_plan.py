@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit.errors import StrategyError
-from shardkit_deepspeed._config import check_config, merged, read_config, said, zero_section
+from shardkit_deepspeed._config import check_config, half_section, merged, read_config, said, zero_section
 from shardkit_deepspeed._keys import OFFLOAD_PASSED, OFFLOADS, PASSED, ZERO_PASSED
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ _DEFAULT_STAGE = 2
 class Plan:
     """What a strategy and a file come to.
 
-    ``config`` is what DeepSpeed gets. ``optimizer`` is the file's section of that name, None without one.
+    ``config`` is what DeepSpeed gets. ``half`` is the precision of the weights, None where they stay float32.
+    ``optimizer`` is the file's section of that name, None without one.
     """
 
     stage: int
     bucket_size: int
+    half: str | None
     config: dict[str, Any]
     optimizer: dict[str, Any] | None
     source: str
@@ -43,6 +45,7 @@ def make_plan(strategy: Strategy, options: DeepSpeedOptions, *, elements: int, w
         check_config(options.config, file, strategy, options, world_size)
     # A file that is silent means stage 0, to DeepSpeed and so to us.
     stage = merged(file, options, "stage", _DEFAULT_STAGE if options.config is None else 0)
+    half = _half(file, strategy, options, stage)
     zero = _zero(file, options, stage, elements, world_size, device)
     micro = said(file.get("train_micro_batch_size_per_gpu"))
     if micro is None:
@@ -60,10 +63,12 @@ def make_plan(strategy: Strategy, options: DeepSpeedOptions, *, elements: int, w
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "fp16": {"enabled": False},
-        "bf16": {"enabled": False},
+        # The session's scaler multiplies the losses, and the engine divides the gradients by it again.
+        "fp16": {"enabled": half == "fp16", **(_FP16 if half == "fp16" else {})},
+        "bf16": {"enabled": half == "bf16", **(_BF16 if half == "bf16" else {})},
+        # The session runs the forward in autocast itself.
         "torch_autocast": {"enabled": False},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": {"grad_accum_dtype": "fp32", **({"keep_in_fp32_modules": []} if half else {})},
         "communication_data_type": "fp32",
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
@@ -72,7 +77,35 @@ def make_plan(strategy: Strategy, options: DeepSpeedOptions, *, elements: int, w
     section = file.get("optimizer")
     if section is not None and not isinstance(section, dict):
         raise StrategyError(f"DeepSpeed configuration {options.config!r}: 'optimizer' is a table, not {section!r}")
-    return Plan(stage, zero["reduce_bucket_size"], config, section, options.config or "")
+    return Plan(stage, zero["reduce_bucket_size"], half, config, section, options.config or "")
+
+
+_FP16 = {"loss_scale": 1.0, "auto_cast": False, "fp16_master_weights_and_grads": False}
+_BF16 = {
+    "check_grad_overflow": True,
+    "immediate_grad_update": False,
+    "bf16_master_weights_and_grads": False,
+    "bf16_optimizer_states": False,
+}
+
+
+def _half(file: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, stage: int) -> str | None:
+    given = options.half_weights
+    if not (half_section(file) if given is None else given):
+        return None
+    source = "option half_weights" if given else f"DeepSpeed configuration {options.config!r} with half weights"
+    if strategy.precision == "fp32":
+        raise StrategyError(
+            f"{source} of backend 'deepspeed' keeps the weights in the strategy's precision, which is 'fp32': ask for "
+            "precision='bf16' or 'fp16', or leave the option out"
+        )
+    if stage == 0:
+        raise StrategyError(
+            f"{source} of backend 'deepspeed' needs stage 1, 2 or 3: at stage 0 DeepSpeed adds up the gradients of "
+            "half-precision weights in that precision. Without half_weights, "
+            f"deepspeed:stage=0,precision={strategy.precision} keeps the weights in float32"
+        )
+    return strategy.precision
 
 
 def _zero(

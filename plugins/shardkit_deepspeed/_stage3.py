@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
 
 from shardkit.errors import StateError, UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
+from shardkit_deepspeed._half import ignore, write
 from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
 from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
@@ -106,6 +108,12 @@ class Stage3Engine(ShardedEngine):
                 offset += size
                 index += 1
             self._fragments.attach(master, self._fragments.homes[zero.sub_group_to_group_id[group]], fragments)
+
+    def _low_precision(self, master: Tensor) -> Tensor:
+        zero = self._zero
+        group = next(at for at, held in enumerate(zero.fp32_partitioned_groups_flat) if held is master)
+        part: Tensor = zero.fp16_partitioned_groups_flat[group]
+        return part
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         zero = self._zero
@@ -205,8 +213,11 @@ class Stage3Engine(ShardedEngine):
     # What is whole.
 
     def full_weights(self) -> dict[str, Tensor]:
-        if self._whole:
+        if self._half is not None:
+            self._take_all_over()
+        elif self._whole:
             return super().full_weights()
+        places = {} if self._half is None else {id(value): index for index, value in enumerate(self._params)}
         whole: dict[int, Tensor] = {}
         weights = {}
         self._reading = True
@@ -215,10 +226,13 @@ class Stage3Engine(ShardedEngine):
         finally:
             self._reading = False
         for name, value in held.items():
-            if id(value) not in whole:
+            if id(value) in places and id(value) not in whole:
+                whole[id(value)] = self._whole_master(places[id(value)]).cpu()
+            elif id(value) not in whole:
                 # One parameter at a time: the extra memory is the copy that was asked for.
                 with self._gathered([value]):
-                    whole[id(value)] = value.detach().cpu().clone()
+                    kind = value.dtype if self._half is None else self._half.kind(value)
+                    whole[id(value)] = value.detach().to("cpu", kind, copy=True)
             weights[name] = whole[id(value)]
         return weights
 
@@ -265,6 +279,9 @@ class Stage3Engine(ShardedEngine):
             return
         self._meeting.meet("load_state_dict")
         self._writing = True
+        loaded: dict[int, Tensor] = {}
+        if self._half is not None:
+            self._half.on_load = lambda value, given: loaded.__setitem__(id(value), given)
         try:
             # Rank 0's values are those that stay.
             with self._gather(list(self.model.parameters()), modifier_rank=0):
@@ -272,8 +289,28 @@ class Stage3Engine(ShardedEngine):
         finally:
             self._writing = False
             self._versions = self._written()
-        if not self._aliased:
+            if self._half is not None:
+                self._half.on_load = ignore
+        if self._half is not None:
+            self._load_masters(loaded)
+        elif not self._aliased:
             self._zero.refresh_fp32_params()
+
+    def _load_masters(self, loaded: dict[int, Tensor]) -> None:
+        """Write the values that rank 0 loaded into the masters, as they were before they were rounded. Collective."""
+        has = torch.tensor([id(value) in loaded for value in self._params], dtype=torch.uint8, device=self._device)
+        if self._world_size > 1:
+            dist.broadcast(has, 0)
+        for index, value in enumerate(self._params):
+            if not has[index]:
+                continue
+            if self._rank == 0:
+                whole = loaded[id(value)].detach().to(self._device, torch.float32, copy=True).contiguous()
+            else:
+                whole = torch.empty(_shape(value), dtype=torch.float32, device=self._device)
+            if self._world_size > 1:
+                dist.broadcast(whole, 0)
+            write(self._fragments, index, whole)
 
     def _wrap(self, part: nn.Module, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
         """Have a method of the user's module, or of a part of it, run with whole weights."""
@@ -292,6 +329,7 @@ class Stage3Engine(ShardedEngine):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
+        self._take_all_over()
         zero = self._zero
         trained = {id(value) for value in self._params}
         others = {name: value for name, value in self.model.named_parameters() if id(value) not in trained}
@@ -327,6 +365,10 @@ class Stage3Engine(ShardedEngine):
             self._lockstep.close()
         if not parted:
             self._drop_gradients()
+        if self._half is not None:
+            self._half.detach()
+            if not parted:
+                self._take_all_over()
         for part, name in self._wrapped:
             del part.__dict__[name]
         self._library.module_forward_pre_hook.remove()
@@ -350,10 +392,15 @@ class Stage3Engine(ShardedEngine):
     def _give_back(self) -> None:
         self._zero.parameter_offload.partition_all_parameters()
         values: list[Any] = list(self.model.parameters())
+        places = {id(value): index for index, value in enumerate(self._params)}
         for value in values:
-            value.all_gather()
-            whole = value.data.view(_shape(value)).clone()
-            value.partition()
+            if self._half is not None and id(value) in places:
+                whole = self._whole_master(places[id(value)])
+            else:
+                value.all_gather()
+                whole = value.data.view(_shape(value)).clone()
+                value.partition()
+                whole = whole if self._half is None else whole.to(self._half.kind(value))
             value.ds_tensor = None
             value.data = whole
 

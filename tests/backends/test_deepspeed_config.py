@@ -24,6 +24,8 @@ def planned(tmp_path: Any, config: Any, settings: str = "", world_size: int = 2,
     given: dict[str, Any] = dict(pair.split("=") for pair in settings.split(",")) if settings else {}
     if "stage" in given:
         given["stage"] = int(given["stage"])
+    if "half_weights" in given:
+        given["half_weights"] = given["half_weights"] == "true"
     options = DeepSpeedOptions(config=str(path), **given)
     return make_plan(Strategy("deepspeed", **fields), options, elements=1_000_000, world_size=world_size, device="cpu")
 
@@ -78,7 +80,7 @@ def test_contradictions_between_file_and_strategy_are_listed_key_by_key(tmp_path
         "gradient_accumulation_steps: 4, but the strategy says accumulate=2",
         "gradient_clipping: 0.5, but the strategy says max_grad_norm=1.0",
         "train_batch_size: 100, but 8 samples x 2 micro-batches x 2 ranks are 32",
-        "fp16: on, but the strategy says precision='fp32'",
+        "fp16.enabled: on, but the strategy says precision='fp32': write Strategy(\"deepspeed\", precision='fp16'",
         "zero_optimization.stage: 1, but the strategy says stage=2",
         "zero_optimization.offload_optimizer: 'cpu', but the strategy says offload_optimizer='none'",
     ):
@@ -112,6 +114,88 @@ def test_auto_values_are_filled_in_and_all_that_changes_numbers_is_written(tmp_p
     assert zero["reduce_bucket_size"] == 2**18
     assert zero["stage3_max_live_parameters"] == 0
     assert '"auto"' not in json.dumps(plan.config)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_file_with_half_precision_enabled_means_half_weights_of_the_strategys_precision(
+    tmp_path: Any, precision: str
+) -> None:
+    config = {precision: {"enabled": True}, "zero_optimization": {"stage": 1}}
+    for settings in ("", "half_weights=true"):
+        plan = planned(tmp_path, config, settings, precision=precision)
+        assert plan.half == precision
+        assert plan.config[precision]["enabled"] is True
+        assert plan.config["data_types"]["grad_accum_dtype"] == plan.config["communication_data_type"] == "fp32"
+    # The session's scaler has scaled the losses.
+    assert plan.config["fp16"].get("loss_scale", 1.0) == 1.0
+    assert planned(tmp_path, {"zero_optimization": {"stage": 1}}, precision=precision).half is None
+    auto = {precision: {"enabled": "auto"}, "zero_optimization": {"stage": 1}}
+    assert planned(tmp_path, auto, precision=precision).half is None
+    assert planned(tmp_path, auto, "half_weights=true", precision=precision).half == precision
+
+
+def test_a_file_with_torch_autocast_agrees_with_the_precision_without_half_weights(tmp_path: Any) -> None:
+    for precision, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        config = {"torch_autocast": {"enabled": True, "dtype": dtype}, "zero_optimization": {"stage": 1}}
+        plan = planned(tmp_path, config, precision=precision)
+        assert plan.half is None
+        assert plan.config["torch_autocast"] == {"enabled": False}
+        with pytest.raises(StrategyError, match=f"torch_autocast.enabled: on in {dtype}.*precision='fp32'"):
+            planned(tmp_path, config)
+        with pytest.raises(StrategyError, match="keeps float32 weights, but half_weights is asked for"):
+            planned(tmp_path, config, "half_weights=true", precision=precision)
+
+
+def test_contradictions_about_precision_are_listed_key_by_key(tmp_path: Any) -> None:
+    config = {
+        "bf16": {"enabled": False, "enable": True},
+        "fp16": {
+            "enabled": True,
+            "auto_cast": True,
+            "loss_scale": 128,
+            "initial_scale_power": 12,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 0.5,
+            "fp16_master_weights_and_grads": True,
+        },
+        "data_types": {"grad_accum_dtype": "fp16", "param_dtype": "bf16", "buffer_dtype": "fp16"},
+        "zero_optimization": {"stage": 1},
+    }
+    with pytest.raises(StrategyError) as refusal:
+        planned(tmp_path, config, "half_weights=false", precision="fp16", loss_scale=1024.0, loss_scale_window=500)
+    text = str(refusal.value)
+    for line in (
+        "bf16.enable: DeepSpeed knows no such key; did you mean 'enabled'?",
+        "fp16.enabled: on, which means half_weights, but the strategy says half_weights=False",
+        "fp16.loss_scale: 128, but the session's loss scale is a dynamic one",
+        "fp16.initial_scale_power: 12, but the strategy says loss_scale=1024: write 10 or 'auto'",
+        "fp16.loss_scale_window: 1000, but the strategy says loss_scale_window=500: write 500 or 'auto'",
+        "fp16.hysteresis: 2, but the session halves the loss scale at each overflow: write 1 or 'auto'",
+        "fp16.min_loss_scale: 0.5, but the session's loss scale doesn't fall below 1",
+        "fp16.fp16_master_weights_and_grads: True, but masters and gradients are float32",
+        "data_types.grad_accum_dtype: 'fp16', but under this strategy gradients are fp32: write 'fp32'",
+        "data_types.param_dtype: 'bf16', but under this strategy weights are fp32",
+        "data_types.buffer_dtype: 'fp16', but under this strategy buffers are fp32",
+    ):
+        assert line in text
+    assert "auto_cast" not in text
+    with pytest.raises(StrategyError, match=r"bf16\.enabled: off, but the strategy says half_weights=True in bf16"):
+        planned(tmp_path, {"bf16": {"enabled": False}}, "half_weights=true,stage=1", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "text"),
+    [
+        ("half_weights=true,stage=1", "fp32", "option half_weights of backend 'deepspeed' keeps .*'fp32'"),
+        ("half_weights=true,stage=0", "bf16", "option half_weights of backend 'deepspeed' needs stage 1, 2 or 3"),
+    ],
+)
+def test_half_weights_without_a_precision_or_a_stage_are_refused(
+    tmp_path: Any, settings: str, precision: str, text: str
+) -> None:
+    with pytest.raises(StrategyError, match=text):
+        planned(tmp_path, {}, settings, precision=precision)
 
 
 def test_clipping_is_off_unless_asked_for_whatever_deepspeed_would_do(tmp_path: Any) -> None:

@@ -19,7 +19,7 @@ from tests.cases._table import case
 # One after another.
 
 
-@case()
+@case(raw=False)
 def every_strategy_goes_on_with_the_weights_of_the_one_before(prepare: Prepare, rank: int) -> None:
     strategies = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
     first = strategies.index(prepare.text)
@@ -34,7 +34,7 @@ def every_strategy_goes_on_with_the_weights_of_the_one_before(prepare: Prepare, 
     assert vars(model).keys() == vars(mlp()).keys()
 
 
-@case()
+@case(raw=False)
 def after_a_refusal_the_same_model_and_optimizer_can_be_prepared(prepare: Prepare, rank: int) -> None:
     model = mlp()
     optimizer = sgd(model)
@@ -48,7 +48,7 @@ def after_a_refusal_the_same_model_and_optimizer_can_be_prepared(prepare: Prepar
         assert_close(train(session, steps=2), train_alone(reference, sgd(reference), steps=2, parts=2))
 
 
-@case()
+@case(raw=False)
 def after_a_backward_that_failed_a_checkpoint_brings_the_session_back(prepare: Prepare, rank: int) -> None:
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -76,7 +76,7 @@ def after_a_backward_that_failed_a_checkpoint_brings_the_session_back(prepare: P
         assert_close(train(session, steps=2, first=1), expected)
 
 
-@case()
+@case(raw=False)
 def a_session_that_is_closed_says_so(prepare: Prepare, rank: int) -> None:
     model = W(1)
     session = prepare(model, sgd(model))
@@ -98,7 +98,7 @@ def a_session_that_is_closed_says_so(prepare: Prepare, rank: int) -> None:
 # Side by side.
 
 
-@case()
+@case(raw=False)
 def c78_one_model_with_two_optimizers_is_refused(prepare: Prepare, rank: int) -> None:
     model = mlp()
     first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def c78_parts_of_one_model_train_in_sessions_of_their_own(prepare: Prepare, rank
 # Calls that must come on all ranks.
 
 
-@case()
+@case(raw=False)
 def c59_a_call_on_one_rank_only_is_refused_and_training_goes_on(prepare: Prepare, rank: int) -> None:
     reference, model = mlp(), mlp()
     expected = train_alone(reference, sgd(reference), steps=9, parts=2)
@@ -189,7 +189,7 @@ def c59_a_call_on_one_rank_only_is_refused_and_training_goes_on(prepare: Prepare
 # Copies.
 
 
-@case()
+@case(raw=False)
 def c79_a_session_is_not_copied_and_says_what_to_do(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with prepare(model, sgd(model)) as session:
@@ -199,7 +199,7 @@ def c79_a_session_is_not_copied_and_says_what_to_do(prepare: Prepare, rank: int)
                 copied(session)
 
 
-@case()
+@case(raw=False)
 def c79_the_module_is_copied_whole_or_says_what_to_do(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with prepare(model, sgd(model)) as session:

@@ -243,7 +243,7 @@ def an_optimizer_that_draws_random_numbers_is_refused(prepare: Prepare, rank: in
         step(session, _loss(session.model, 0, rank))
 
 
-@case()
+@case(raw=False)
 def an_optimizer_that_must_have_a_closure_is_refused_before_anything_is_built(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with pytest.raises(UnsupportedError, match=r"LBFGS calls the model again .*under no strategy.*torch.optim.AdamW"):

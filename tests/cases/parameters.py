@@ -143,7 +143,7 @@ def a_parameter_that_no_group_holds_stays(prepare: Prepare, rank: int) -> None:
     same_as_alone(prepare, build, mean_square, max_grad_norm=0.1)
 
 
-@case()
+@case(raw=False)
 def a_parameter_frozen_on_one_rank_only_is_right_or_refused(prepare: Prepare, rank: int) -> None:
     model = Two(1, 1)
     try:
@@ -493,7 +493,7 @@ def weights_written_through_data_hold_from_then_on_or_fail(prepare: Prepare, ran
         same_as_alone(prepare, build, mean_square, steps=4, change=change)
 
 
-@case(left_out={"deepspeed:stage=3*": "to load is collective there, and the next case"})
+@case(left_out={"deepspeed:stage=3*": "to load is collective there, and the next case"}, raw=False)
 def weights_loaded_on_one_rank_only_are_refused_at_the_next_step(prepare: Prepare, rank: int) -> None:
     for only, part in itertools.product((0, 1), (False, True)):
         model = mlp()
@@ -511,7 +511,7 @@ def weights_loaded_on_one_rank_only_are_refused_at_the_next_step(prepare: Prepar
             train(session, 1, first=2)
 
 
-@case()
+@case(raw=False)
 def other_weights_loaded_on_each_rank_are_refused_at_the_next_step(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with prepare(model, sgd(model)) as session:
@@ -640,7 +640,7 @@ def torchs_averaged_model_is_right_or_refused(prepare: Prepare, rank: int) -> No
         train(session, 1, first=4)
 
 
-@case()
+@case(raw=False)
 def a_frozen_model_with_an_optimizer_is_refused_or_trains_nothing(prepare: Prepare, rank: int) -> None:
     model = mlp().requires_grad_(False)
     try:
@@ -650,7 +650,7 @@ def a_frozen_model_with_an_optimizer_is_refused_or_trains_nothing(prepare: Prepa
         assert "all parameters of the optimizer are frozen" in str(error)  # noqa: PT017
 
 
-@case()
+@case(raw=False)
 def a_refusal_at_prepare_leaves_the_model_to_another_strategy(prepare: Prepare, rank: int) -> None:
     model = W(1)
     model.w.data = model.w.data.to(torch.bfloat16)

@@ -115,7 +115,7 @@ def several_losses_of_one_forward_go_as_one_sum(prepare: Prepare, rank: int) -> 
     assert_same_as_alone(prepare, Coder, loss)
 
 
-@case()
+@case(raw=False)
 def two_losses_of_one_graph_go_as_two_micro_batches(prepare: Prepare, rank: int) -> None:
     # The first backward frees what both share unless it is told to keep it, which a session's can't: so each has its
     # own forward, or they go as one sum. What torch says of a freed graph reaches the user on every rank.
@@ -810,7 +810,7 @@ def gradients_that_are_expanded_or_transposed_are_right(prepare: Prepare, rank: 
 # Losses.
 
 
-@case()
+@case(raw=False)
 def a_loss_that_is_nan_on_one_rank_moves_nothing_anywhere(prepare: Prepare, rank: int) -> None:
     model = mlp()
     with prepare(model, sgd(model), accumulate=2) as session:
@@ -835,7 +835,7 @@ def a_loss_of_one_element_is_a_scalar(prepare: Prepare, rank: int) -> None:
             assert_close(session.full_weights()["w"], [0.85])
 
 
-@case()
+@case(raw=False)
 def a_loss_that_is_none_is_refused_and_the_next_counts(prepare: Prepare, rank: int) -> None:
     model = W(1)
     with prepare(model, sgd(model)) as session:
@@ -857,7 +857,7 @@ def shards_gradients(prepare: Prepare) -> bool:
     return prepare.text.partition(",")[0] in SHARDS_GRADIENTS
 
 
-@case()
+@case(raw=False)
 def c68_clipping_by_the_user_counts_or_is_refused(prepare: Prepare, rank: int) -> None:
     def clip_norm(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
