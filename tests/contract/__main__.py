@@ -8,6 +8,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tests._ahead import WORKERS
 from tests.cases._table import asks_raw, load_cases, reason_left_out
 from tests.contract.page import PAGE, PRODUCT, RAW_RUN, read, render
 from tests.contract.product import missing_libraries, run_strategy, strategies
@@ -24,7 +27,7 @@ from tests.contract.raw import RAW
 
 
 @click.command()
-@click.option("--product", "which", flag_value="product", help="Run the cases on shardkit only (a minute).")
+@click.option("--product", "which", flag_value="product", help="Run the cases on shardkit only (some minutes).")
 @click.option(
     "--raw", "which", flag_value="raw", help="Run the cases on the raw libraries only (a quarter of an hour)."
 )
@@ -53,39 +56,45 @@ def main(which: str | None, libraries: tuple[str, ...]) -> None:
 
 def run_product(console: Console) -> dict[str, Any]:
     """Return the cells of every strategy."""
-    found = {}
     with progress(console) as bar, tempfile.TemporaryDirectory(prefix="shardkit-contract-") as folder:
         task = bar.add_task("shardkit", total=len(strategies()))
-        for strategy in strategies():
-            bar.update(task, description=strategy)
-            found[strategy] = run_strategy(strategy, Path(folder))
+
+        def run(strategy: str) -> dict[str, Outcome]:
+            cells = run_strategy(strategy, Path(folder))
             bar.advance(task)
-            for name, cell in found[strategy].items():
+            for name, cell in cells.items():
                 if cell["kind"] not in ("right", "refused", "left out"):
                     bar.console.print(f"[red]{cell['kind']}[/] {strategy} {name}: {cell['text']}", highlight=False)
-    return found
+            return cells
+
+        return side_by_side(run, strategies())
 
 
 def run_raw(console: Console, libraries: list[str]) -> dict[str, Any]:
     """Return the cells of these raw libraries."""
     rows = [name for name in load_cases() if asks_raw(name)]
-    found = {}
     with progress(console) as bar:
         task = bar.add_task("raw", total=len(rows) * len(libraries))
-        for library in libraries:
-            bar.update(task, description=library)
 
-            def told(name: str, outcome: Outcome, library: str = library) -> None:
+        def run(library: str) -> dict[str, Outcome]:
+            def told(name: str, outcome: Outcome) -> None:
                 bar.advance(task)
                 if outcome["kind"] != "right":
                     bar.console.print(f"{library}: {name}: {outcome['kind']}: {outcome['text']}", markup=False)
 
             names = [name for name in rows if reason_left_out(name, RAW[library].like) is None]
-            run = raw_outcomes(library, names, told)
-            found[library] = {name: run.get(name) or left_out(name, library) for name in rows}
-            bar.update(task, description=f"{library}, {RAW[library].words}")
-            add_remedies(library, found[library])
-    return found
+            outcomes = raw_outcomes(library, names, told)
+            cells = {name: outcomes.get(name) or left_out(name, library) for name in rows}
+            add_remedies(library, cells)
+            return cells
+
+        return side_by_side(run, libraries)
+
+
+def side_by_side(run: Callable[[str], dict[str, Outcome]], columns: list[str]) -> dict[str, Any]:
+    """Return what running each column gives; a few at a time, since ranks wait for each other a lot."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        return dict(zip(columns, pool.map(run, columns), strict=True))
 
 
 def left_out(name: str, library: str) -> Outcome:
