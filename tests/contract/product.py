@@ -34,10 +34,12 @@ def run_strategy(strategy: str, folder: Path) -> Cells:
 
 
 def cells(strategy: str, outcomes: dict[str, list[Any]]) -> Cells:
-    """Return the cells of a strategy, of the cases' outcomes on each rank."""
+    """Return the cells of a strategy, of the outcomes on each rank of those cases that ran."""
     found = {}
     for name in load_cases():
         reason = reason_left_out(name, strategy)
+        if reason is None and name not in outcomes:
+            continue
         found[name] = _cell(strategy, name, outcomes[name]) if reason is None else {"kind": "left out", "text": reason}
     return found
 

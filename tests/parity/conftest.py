@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from shardkit import testing
+from tests import _ahead
 
 from .cells import Cell, Trace, cells
 from .ranks import Failure, record
@@ -43,15 +42,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def ranks(variant: str, world_size: int, cell: Cell) -> list[Trace]:
+def ranks(variant: str, world_size: int, cell: Cell, request: pytest.FixtureRequest) -> list[Trace]:
     """Each rank's trace of the cell."""
-    outcome = _recorded(variant, world_size)[cell]
+    wanted = _ahead.selected(request.session, request.function.__name__, "variant", "world_size")
+    outcome = _ahead.result((variant, world_size), wanted, _recorded)[cell]
     if isinstance(outcome, Failure):
         pytest.fail(outcome.text, pytrace=False)
     return outcome
 
 
-@cache
 def _recorded(strategy: str, world_size: int) -> dict[Cell, list[Trace] | Failure]:
     return record(strategy, world_size, cells(world_size))
 
