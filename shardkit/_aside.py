@@ -9,7 +9,8 @@ from shardkit._tripwire import GRADIENT
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_open: list[Aside] = []
+open_asides: list[Aside] = []
+"""Those of all open sessions."""
 
 
 @final
@@ -22,14 +23,14 @@ class Aside:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        _open.append(self)
+        open_asides.append(self)
 
     def take(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Take the gradients of the others away, and return them; None where there is no other session."""
-        if len(_open) < 2:
+        if len(open_asides) < 2:
             return None
         taken: list[tuple[Tensor, Tensor | None]] = []
-        for other in _open:
+        for other in open_asides:
             if other is not self:
                 for value in other._parameters:
                     taken.append((value, GRADIENT.__get__(value)))
@@ -45,5 +46,5 @@ class Aside:
 
     def close(self) -> None:
         """Be no other session's concern any more."""
-        if self in _open:
-            _open.remove(self)
+        if self in open_asides:
+            open_asides.remove(self)

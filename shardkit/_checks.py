@@ -112,12 +112,14 @@ def check_fit(backend: Backend, strategy: Strategy, device: torch.device) -> Non
         )
 
 
-def check_loss(loss: Any) -> None:
-    """Raise unless one can back-propagate from the loss.
+def checked_loss(loss: Any) -> Tensor:
+    """Return the loss as a tensor without dimensions, if one can back-propagate from it.
 
     Raises:
         InputError: it is no tensor, no scalar, or has no graph.
     """
+    if type(loss) is Tensor and loss.requires_grad and loss.dim() == 0 and loss.is_floating_point():
+        return loss
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a tensor, not a {type(loss).__name__}")
     if loss.dim() != 0 and loss.numel() != 1:
@@ -128,6 +130,7 @@ def check_loss(loss: Any) -> None:
         )
     if not loss.is_floating_point():
         raise InputError(f"the loss is a real floating-point number, not {loss.dtype}")
+    return loss.reshape(())
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:

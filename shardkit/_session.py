@@ -14,8 +14,8 @@ from zlib import crc32
 import torch
 
 from shardkit import _checkpoint
-from shardkit._aside import Aside
-from shardkit._checks import check_loss, facts_of
+from shardkit._aside import Aside, open_asides
+from shardkit._checks import checked_loss, facts_of
 from shardkit._count import Count
 from shardkit._evaluation import evaluating
 from shardkit._guard import guard, unguard
@@ -78,6 +78,7 @@ class Session:
         """The loss scale of precision fp16, None in others."""
         self._engine = engine
         self._processes = processes
+        self._several = processes.world_size > 1
         self._buffers = buffers
         self._signature = signature
         self._device = device
@@ -85,8 +86,7 @@ class Session:
         self._count = Count(strategy.accumulate)
         self._windows: Windows[Any] | None = None
         self._progress: dict[str, Any] | None = None
-        if self.scaler is not None:
-            engine.loss_scale = self.scaler.scale
+        engine.loss_scale = 1.0 if self.scaler is None else self.scaler.scale
         self._losses: list[float | Tensor] = []
         self._seed: Tensor | None = None
         self._factor = 0.0
@@ -146,16 +146,15 @@ class Session:
             InputError: the loss is no scalar or has no gradient.
             StateError: the window is complete and waits for ``step``.
         """
-        self._require_open()
+        if self._closed or self._failed:
+            self._require_open()
         count = self._count
         if count.micro == count.expected:
             raise StateError(
                 f"backward past the window: {count.expected} of {count.expected} micro-batches are in; "
                 "call session.step() after each session.backward(loss)"
             )
-        check_loss(loss)
-        if loss.dim() > 0:
-            loss = loss.reshape(())
+        loss = checked_loss(loss)
         # On CPU nothing waits for the number, and it is quicker to have than another tensor.
         value = loss.item() if loss.is_cpu else loss.detach()
         factor, seed = count.share * self._engine.loss_scale, self._seed
@@ -165,7 +164,7 @@ class Session:
         self._losses.append(value)
         # 0 x loss: one that isn't finite makes every gradient NaN, so that all ranks see it without a collective.
         gradient = seed if isinstance(value, float) and isfinite(value) else seed + 0 * value
-        aside = self._aside.take()
+        aside = self._aside.take() if len(open_asides) > 1 else None
         try:
             self._engine.backward(loss, gradient, last=count.micro + 1 == count.passes)
         except BaseException as error:
@@ -193,7 +192,8 @@ class Session:
             NonFiniteError: a loss or gradient of any rank isn't finite, on every rank; nothing moved. With
                 ``on_nonfinite="skip"``, and in fp16 while the loss scale can fall, the step returns False instead.
         """
-        self._require_open()
+        if self._closed or self._failed:
+            self._require_open()
         count = self._count
         if count.micro < count.expected:
             if count.micro == 0:
@@ -201,8 +201,10 @@ class Session:
             return False
         if count.micro < count.passes:
             self._fill_up()
-        self._require_equal_settings()
-        self._disarm()
+        if self._several:
+            self._require_equal_settings()
+        if self._tripwire is not None:
+            self._tripwire.disarm()
         try:
             update = self._engine.step()
         except BaseException as error:
@@ -471,8 +473,6 @@ class Session:
 
     def _require_equal_settings(self) -> None:
         """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
-        if self.world_size == 1:
-            return
         facts = {**facts_of(self.optimizer), "loss scale": {"value": repr(self._engine.loss_scale)}}
         if not self._processes.all_equal(crc32(repr(facts).encode(), self._loads.sum)):
             same_everywhere(self._processes.agree({**facts, **self._loads.facts()}))

@@ -51,8 +51,16 @@ class DDPEngine(Engine):
         self._midway = False
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        if self._distributed:
+            self._backward_on_ranks(loss, gradient, last=last)
+        else:
+            loss.backward(gradient)
+        if last and self.loss_scale != 1.0:
+            unscale(gradients(self._parameters), self.loss_scale)
+
+    def _backward_on_ranks(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         overlap = last and self._overlap
-        first = last and self._may_overlap and self._distributed and not overlap
+        first = last and self._may_overlap and not overlap
         passes = _Passes(loss, self._parameters) if first else None
         if overlap:
             ddp = self._wrapped()
@@ -76,12 +84,10 @@ class DDPEngine(Engine):
                 "which averages the gradients after the pass"
             ) from error
         self._midway = False
-        if last and self._distributed and not overlap:
+        if last and not overlap:
             special = average(self._parameters, special=passes is not None and passes.nested())
             self._may_overlap = self._may_overlap and not special
             self._overlap = self._may_overlap
-        if last and self.loss_scale != 1.0:
-            unscale(gradients(self._parameters), self.loss_scale)
 
     def _wrapped(self) -> DistributedDataParallel | None:
         """Return the reducer's owner over those parameters that are trainable; None without any. Collective."""
