@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import final
 
 
@@ -12,6 +11,8 @@ class Count:
 
     def __init__(self, accumulate: int) -> None:
         self._accumulate = accumulate
+        self.windows: object = None
+        """The windows over which a pass is in progress."""
         self.restart()
 
     def restart(self) -> None:
@@ -22,17 +23,25 @@ class Count:
         """How often the user is to call backward, and how often the engine's is called: other ranks may need more."""
         self.share = 1 / self._accumulate
         """What the next micro-batch counts."""
+        self.exhausted = False
+        """Whether all micro-batches of a window of ``session.windows`` were taken."""
+        self.real = -1
+        """From which micro-batch on they count nothing, since they only keep other ranks company."""
         self.in_window = False
         """Whether the window is one of ``session.windows``."""
 
-    def begin(self, expected: int, passes: int, share: float) -> Callable[[], None]:
-        """Begin a window of ``session.windows``; return what makes the micro-batches that follow count nothing."""
+    def begin(self, real: int, expected: int, passes: int, share: float) -> None:
+        """Begin a window of ``session.windows``."""
         self.expected, self.passes, self.share, self.in_window = expected, passes, share, True
-        return self._discount
+        self.real = real if real < expected else -1
+        if self.real == 0:
+            self.share = 0.0
+
+    def abandon(self) -> None:
+        """Give a window up of which nothing was used."""
+        if self.in_window and self.micro == 0:
+            self.restart()
 
     def is_between(self) -> bool:
         """Return whether no window is in progress."""
         return self.micro == 0 and not self.in_window
-
-    def _discount(self) -> None:
-        self.share = 0.0

@@ -106,11 +106,12 @@ def lower(module: nn.Module, precision: str, device: torch.device) -> Callable[[
     dtype = _DTYPES.get(precision)
     if dtype is None:
         return lambda: None
-    own = module.__dict__.get("forward")
+    own: Any = module.__dict__.get("forward")
+    method = own is None or (isinstance(own, MethodType) and own.__self__ is module)
 
-    if own is None:
-        # Of the class, and bound to the module: a deep copy of the module gets a forward of its own.
-        plain = type(module).forward
+    if method:
+        # A function bound to the module: a deep copy of the module gets a forward of its own.
+        plain: Callable[..., Any] = type(module).forward if own is None else own.__func__
 
         @functools.wraps(plain)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +136,12 @@ def lower(module: nn.Module, precision: str, device: torch.device) -> Callable[[
             module.__dict__["forward"] = own
 
     return undo
+
+
+def spoil(values: list[Tensor]) -> None:
+    """Make gradients that have overflowed not finite again, whatever was made of them since."""
+    for value in values:
+        value.fill_(torch.nan)
 
 
 def _raised(value: Any, dtype: torch.dtype) -> Any:

@@ -21,12 +21,13 @@ from shardkit._evaluation import evaluating
 from shardkit._guard import guard, unguard
 from shardkit._loads import Loads
 from shardkit._nonfinite import describe_nonfinite
-from shardkit._precision import autocast, make_scaler
+from shardkit._precision import autocast, make_scaler, spoil
 from shardkit._processes import joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
 from shardkit._tripwire import Tripwire
 from shardkit._windows import Training, Weight, Windows
 from shardkit.errors import InputError, NonFiniteError, StateError
+from shardkit.gradients import all_finite, gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -96,7 +97,9 @@ class Session:
         self._loads = Loads(model)
         self._guarded = guard(engine.optimizer) if engine.optimizer is not None else {}
         self._aside = Aside(engine.model)
+        self._overflowed = False
         self._tripwire = None if engine.whole_gradients else Tripwire(engine.model, backend.name)
+        self._guards = self._tripwire is not None or self.scaler is not None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -174,8 +177,10 @@ class Session:
             if aside is not None:
                 self._aside.give_back(aside)
         count.micro += 1
-        if self._tripwire is not None and count.micro == count.passes:
-            self._tripwire.arm()
+        if count.micro == count.real:
+            count.share = 0.0
+        if self._guards and count.micro == count.passes:
+            self._complete()
 
     def step(self) -> bool:
         """Update the weights if the window is complete, and return whether they moved.
@@ -198,9 +203,17 @@ class Session:
         if count.micro < count.expected:
             if count.micro == 0:
                 raise StateError("step without backward: call session.backward(loss) first")
+            if count.exhausted:
+                raise StateError(
+                    f"{count.micro} of this window's {count.expected} micro-batches went through session.backward: the "
+                    "other ranks wait for the rest; hand over 0.0 * loss for one that is to count nothing"
+                )
             return False
         if count.micro < count.passes:
             self._fill_up()
+        if self._overflowed:
+            self._overflowed = False
+            spoil(self._trained())
         if self._several:
             self._require_equal_settings()
         if self._tripwire is not None:
@@ -250,11 +263,11 @@ class Session:
         _ = self.optimizer  # raises where there is none
         if uneven not in ("use", "refuse"):
             raise InputError(f'uneven is "use" or "refuse", not {uneven!r}')
-        carried = self._progress
-        if carried is None and self._windows is not None:
-            carried = {"epoch": self._windows.epoch, "position": 0, "random": None}
+        carried, self._progress = self._progress, None
+        if self._windows is not None:
+            carried = self._windows.carried()
         plan = (self.strategy.accumulate, self.backend.name, self._engine, self._processes, self._device)
-        training = Training(*plan, self._count.begin, self._count.is_between)
+        training = Training(*plan, self._count, self._taken)
         self._windows = Windows(loader, weight, uneven, training, carried)
         return self._windows
 
@@ -301,14 +314,14 @@ class Session:
         """
         self._require_open()
         count = self._count
-        if count.micro < count.expected or not count.expected:
+        if count.micro < count.expected:
             raise StateError(
                 f"gradients are whole between the window's last backward and step: {count.micro} of "
                 f"{count.expected} micro-batches are in"
             )
-        self._processes.meet("full_gradients")
         if count.micro < count.passes:
             self._fill_up()
+        self._processes.meet("full_gradients")
         armed = self._disarm()
         try:
             return self._engine.full_gradients()
@@ -361,11 +374,12 @@ class Session:
         self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
         self._failed, self._grad_norm = "", state["grad_norm"]
         self._count.restart()
+        self._overflowed = False
         self._losses.clear()
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
             self._engine.loss_scale = self.scaler.scale
-        self._progress = state["windows"]
+        self._count.windows, self._progress = None, state["windows"]
         if self._windows is not None and self._progress is not None:
             self._windows.load_state_dict(self._progress)
         self._loads.forget()
@@ -454,9 +468,26 @@ class Session:
 
     def _end_window(self) -> None:
         self._count.restart()
-        self._progress = None
         if self._windows is not None:
             self._windows.completed()
+
+    def _taken(self) -> None:
+        """Take note that all micro-batches of a window were taken; let other ranks have the passes that they need."""
+        count = self._count
+        count.exhausted = True
+        if count.expected <= count.micro < count.passes:
+            self._fill_up()
+
+    def _complete(self) -> None:
+        """Guard the averaged gradients of a window, all of whose backward passes are in."""
+        if self._tripwire is not None:
+            self._tripwire.arm()
+        elif self.scaler is not None:
+            # Here, since the user may clamp what has overflowed before the step looks.
+            self._overflowed = not all_finite(self._trained())
+
+    def _trained(self) -> list[Tensor]:
+        return gradients(value for group in self.optimizer.param_groups for value in group["params"])
 
     def _fill_up(self) -> None:
         """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
@@ -470,6 +501,7 @@ class Session:
                 self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
                 raise
             count.micro += 1
+        self._complete()
 
     def _require_equal_settings(self) -> None:
         """Raise unless all ranks have the same settings in the optimizer's groups, and loaded the same weights."""
@@ -479,7 +511,7 @@ class Session:
 
     def _require_between_windows(self, what: str) -> None:
         self._require_open()
-        if self._count.micro:
+        if not self._count.is_between():
             raise StateError(
                 f"{what} in mid-window would lose the gradients of {self._count.micro} of {self._count.expected} "
                 "micro-batches: "

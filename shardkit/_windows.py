@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, final
 
+import torch
+
 from shardkit._random import get_random_state, set_random_state
 from shardkit.errors import InputError, MismatchError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from shardkit._count import Count
     from shardkit._engine import Engine
     from shardkit._processes import Processes
 
@@ -30,16 +32,22 @@ class Window(Generic[B]):
     last one again: ``filling`` is true meanwhile, and the loss counts nothing.
     """
 
-    def __init__(self, batches: list[B], fillers: list[B], weight: float, counts: list[int]) -> None:
+    def __init__(
+        self, batches: list[B], fillers: list[B], weight: float, counts: list[int], training: Training
+    ) -> None:
         self.batches = batches
         """What this rank has, each counted once; may be empty."""
         self.weight = weight
         """The sum of the weights of all ranks; without weights the number of micro-batches of all ranks."""
         self.counts = counts
         """How many micro-batches each rank has, by rank."""
-        self.filling = False
         self._fillers = fillers
-        self._discount: Callable[[], None] = lambda: None
+        self._training = training
+
+    @property
+    def filling(self) -> bool:
+        """Whether the next ``backward`` is of a micro-batch that counts nothing."""
+        return bool(self._fillers) and self._training.place.micro >= len(self.batches)
 
     def __len__(self) -> int:
         """Return how many micro-batches this rank has of its own."""
@@ -47,11 +55,8 @@ class Window(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         yield from self.batches
-        for batch in self._fillers:
-            self.filling = True
-            self._discount()
-            yield batch
-        self.filling = False
+        yield from self._fillers
+        self._training.taken()
 
 
 class Training(NamedTuple):
@@ -62,10 +67,9 @@ class Training(NamedTuple):
     engine: Engine
     processes: Processes
     device: torch.device
-    begin: Callable[[int, int, float], Callable[[], None]]
-    """Takes up a window: how many micro-batches, how many backward passes, and what each micro-batch counts."""
-    is_between: Callable[[], bool]
-    """Whether no window is in progress."""
+    place: Count
+    taken: Callable[[], None]
+    """To be called when all micro-batches of a window were taken."""
 
 
 @final
@@ -113,53 +117,92 @@ class Windows(Generic[B]):
         """
         self._pass += 1
         turn = self._pass
-        batches, last = self._start()
-        while True:
-            taken, weights, failure = self._take(batches)
-            last = taken[-1:] or last
-            counts, total = self._exchange(len(taken), math.fsum(weights), bool(last), failure)
-            if not any(counts):
-                break
-            yield self._window(taken, last, counts, total)
-            if turn != self._pass:
-                raise StateError("this pass over the windows is over: another one was started, or a checkpoint loaded")
-        self.epoch, self.position, self._random = self.epoch + 1, 0, None
+        if self._training.place.windows not in (None, self):
+            raise StateError(
+                "a pass over other windows of this session is in progress, and a session has one position: end it, or "
+                "join the loaders into one"
+            )
+        self._training.place.abandon()
+        self._training.place.windows = self
+        try:
+            last: list[B] = []
+            batches: Iterator[B] = iter(())
+            failure: Exception | None = None
+            try:
+                batches, last = self._start()
+            except Exception as error:
+                failure = error
+            while True:
+                taken, weights, failure = self._take(batches, failure)
+                last = taken[-1:] or last
+                counts, total = self._exchange(len(taken), math.fsum(weights), bool(last), failure)
+                if not any(counts):
+                    break
+                yield self._window(taken, last, counts, total)
+                if turn != self._pass:
+                    raise StateError(
+                        "this pass over the windows is over: another one was started, or a checkpoint loaded"
+                    )
+            self.epoch, self.position, self._random = self.epoch + 1, 0, None
+        finally:
+            if turn == self._pass:
+                # Left by a break before anything of the window was used, or at its end.
+                self._training.place.abandon()
+                self._training.place.windows = None
 
     def completed(self) -> None:
         """Take note that the window's step was made, or left out for a gradient that isn't finite."""
         self.position, self._pending = self.position + self._pending, 0
+
+    def carried(self) -> dict[str, Any]:
+        """Return where windows made in the place of these begin: at a loaded position, or with a new pass."""
+        return self.state_dict() if self._resumed else {"epoch": self.epoch, "position": 0, "random": None}
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, "random": self._random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self._random = state["epoch"], state["position"], state["random"]
-        self._resumed = True
+        self._resumed = self._random is not None
         self._pass += 1
 
     def _start(self) -> tuple[Iterator[B], list[B]]:
         """Return the loader's batches behind the position, and the last one before it, if there was one."""
         resumed, self._resumed = self._resumed, False
-        if not (resumed and self._random is not None):
+        generators = _generators(self._loader)
+        if not resumed or self._random is None:
             self.position = 0
-            self._random = get_random_state(self._training.device)
+            drawn = [generator.get_state() for generator in generators]
+            self._random = {**get_random_state(self._training.device), "generators": drawn}
             return iter(self._loader), []
+        _check_replay(self._loader, self.epoch)
         # A loader that shuffles draws its order when it is started: from the state that it had then.
         now = get_random_state(self._training.device)
         set_random_state(self._random, self._training.device)
+        for generator, state in zip(generators, self._random["generators"], strict=False):
+            generator.set_state(state)
         batches = iter(self._loader)
         last: list[B] = []
+        skipped = 0
         for batch in itertools.islice(batches, self.position):
             last = [batch]
+            skipped += 1
+        if skipped < self.position:
+            raise InputError(
+                f"the checkpoint stands behind {self.position} micro-batches of this pass, and the loader gives only "
+                f"{skipped}: it must give the same ones again"
+            )
         set_random_state(now, self._training.device)
         return batches, last
 
-    def _take(self, batches: Iterator[B]) -> tuple[list[B], list[float], Exception | None]:
+    def _take(self, batches: Iterator[B], failure: Exception | None) -> tuple[list[B], list[float], Exception | None]:
         """Return the next window's batches and their weights, and what went wrong on this rank."""
         taken: list[B] = []
         weights: list[float] = []
+        if failure is not None:
+            return taken, weights, failure
         try:
-            if not self._training.is_between():
+            if not self._training.place.is_between():
                 raise StateError(
                     "the next window was asked for before the step of this one: call session.backward(loss) for each "
                     "of its micro-batches, and session.step()"
@@ -208,11 +251,33 @@ class Windows(Generic[B]):
             passes = most
         elif self._training.engine.lockstep == "forward":
             fillers, passes = last * (most - len(taken)), most
-        window = Window(taken, fillers, total, counts)
         self._pending = len(taken)
         # The engine averages over ranks: times their number it is the sum.
-        window._discount = self._training.begin(len(taken) + len(fillers), passes, len(counts) / total)
-        return window
+        self._training.place.begin(len(taken), len(taken) + len(fillers), passes, len(counts) / total)
+        return Window(taken, fillers, total, counts, self._training)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the random generators of a DataLoader's own, each once."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    held = (getattr(part, "generator", None) for part in (loader, sampler, inner))
+    return list({id(item): item for item in held if isinstance(item, torch.Generator)}.values())
+
+
+def _check_replay(loader: Any, epoch: int) -> None:
+    """Raise where a DataLoader can't draw again what it drew.
+
+    Raises:
+        InputError: it keeps its workers, and so draws its order behind the workers' seeds in its first pass only.
+    """
+    sampler = getattr(loader, "sampler", None)
+    shared = getattr(sampler, "generator", 0) in (None, getattr(loader, "generator", None))
+    if epoch and getattr(loader, "persistent_workers", False) and shared:
+        raise InputError(
+            "a DataLoader with persistent_workers=True doesn't draw the same order again in the midst of a later pass: "
+            "give its sampler a generator of its own, as in RandomSampler(data, generator=torch.Generator())"
+        )
 
 
 def _number(weight: float | int | Tensor) -> float:

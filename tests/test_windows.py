@@ -144,3 +144,117 @@ def _three_ranks(strategy: str) -> torch.Tensor:
                 session.backward(session.model(batch))
             assert session.step()
         return session.full_weights()["w"]
+
+
+def _train(session: shardkit.Session, windows: Any) -> list[float]:
+    seen = []
+    for window in windows:
+        for batch in window:
+            seen.append(float(torch.as_tensor(batch).flatten()[0]))
+            session.backward(session.model([1.0]))
+        session.step()
+    return seen
+
+
+def test_windows_made_anew_in_each_epoch_go_on_after_a_checkpoint_at_an_epochs_end(tmp_path: Path) -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        for window in session.windows([1.0, 2.0, 3.0]):
+            for _ in window:
+                session.backward(session.model([1.0]))
+            session.step()
+            if session.steps == 3:
+                session.save(tmp_path)
+    other = W(1)
+    with shardkit.prepare(other, sgd(other), "ddp") as session:
+        session.load(tmp_path)
+        assert [_train(session, session.windows([1.0, 2.0, 3.0])) for _ in range(3)] == [[], [1, 2, 3], [1, 2, 3]]
+
+
+def test_a_break_at_the_top_of_a_window_gives_it_up() -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        windows = session.windows([1.0, 2.0, 3.0], weight=lambda _: 10.0)
+        for _ in windows:
+            break
+        # The plain loop, whose loss is a mean.
+        session.backward(session.model([1.0]))
+        assert session.step()
+        assert _train(session, windows) == [1, 2, 3]
+        assert _train(session, session.windows([5.0])) == [5]
+    assert_close(model.w, [1 - 0.1 - 0.03 - 0.1])
+
+
+def test_saving_before_a_window_was_used_is_refused(tmp_path: Path) -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        for window in session.windows([1.0, 2.0]):
+            with pytest.raises(StateError, match="save in mid-window"):
+                session.save(tmp_path)
+            for _ in window:
+                session.backward(session.model([1.0]))
+            session.step()
+            session.save(tmp_path)
+
+
+def test_a_second_pass_beside_another_is_refused() -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        first = iter(session.windows([1.0, 2.0]))
+        next(first)
+        with pytest.raises(StateError, match="a session has one position"):
+            next(iter(session.windows([3.0])))
+
+
+def test_a_micro_batch_that_was_left_out_is_refused_at_the_step() -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), Strategy("ddp", accumulate=2)) as session:
+        for window in session.windows([1.0, 2.0]):
+            for batch in window:
+                if batch == 1.0:
+                    session.backward(session.model([1.0]))
+            with pytest.raises(StateError, match=r"1 of this window's 2 micro-batches"):
+                session.step()
+            break
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_later_pass_goes_on_with_a_generator_of_the_loaders_own(tmp_path: Path, own: bool) -> None:
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(4)
+        data = [torch.tensor(float(value)) for value in range(6)]
+        if own:
+            sampler = torch.utils.data.RandomSampler(data, generator=generator)
+            return torch.utils.data.DataLoader(data, batch_size=None, sampler=sampler)
+        return torch.utils.data.DataLoader(data, batch_size=None, shuffle=True, generator=generator)
+
+    model = W(1)
+    whole = []
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        windows = session.windows(loader())
+        for _ in range(2):
+            for window in windows:
+                for batch in window:
+                    whole.append(batch.item())
+                    session.backward(session.model([1.0]))
+                session.step()
+                if session.steps == 8:
+                    session.save(tmp_path)
+    other = W(1)
+    with shardkit.prepare(other, sgd(other), "ddp") as session:
+        session.load(tmp_path)
+        assert _train(session, session.windows(loader())) == whole[8:]
+
+
+def test_a_loader_that_ends_before_the_position_is_refused(tmp_path: Path) -> None:
+    model = W(1)
+    with shardkit.prepare(model, sgd(model), "ddp") as session:
+        for window in session.windows([1.0, 2.0, 3.0, 4.0]):
+            for _ in window:
+                session.backward(session.model([1.0]))
+            session.step()
+            if session.steps == 3:
+                session.save(tmp_path)
+        session.load(tmp_path)
+        with pytest.raises(InputError, match="behind 3 micro-batches of this pass, and the loader gives only 2"):
+            _train(session, session.windows([1.0, 2.0]))

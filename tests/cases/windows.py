@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -238,3 +239,73 @@ def c90_values_of_ranks_with_different_counts_are_gathered_without_padding(prepa
                 session.gather(wrong if rank == 1 else torch.ones(2))  # type: ignore[arg-type]
         with pytest.raises(InputError, match="differ in type"):
             session.gather(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
+
+
+@case(raw=False)
+def gradients_changed_by_hand_count_also_where_a_rank_had_no_batch(prepare: Prepare, rank: int) -> None:
+    for short in (0, 1):
+        model = W(1)
+        loader = [[1.0], [2.0]] if rank != short else [[3.0]]
+        with prepare(model, sgd(model)) as session:
+            for window in session.windows(loader):
+                for batch in window:
+                    session.backward(session.model(batch))
+                try:
+                    for value in model.parameters():
+                        if value.grad is not None:
+                            value.grad.mul_(0.5)
+                except StateError:
+                    break  # in shards, and refused
+                assert session.step()
+            else:
+                # Half of (1 + 3) / 2 and of 2.
+                assert_close(session.full_weights()["w"], [0.8])
+
+
+@case(raw=False)
+def gradients_of_a_window_are_whole_where_a_rank_had_no_batch(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    with prepare(model, sgd(model)) as session:
+        for window in session.windows([[1.0], [2.0]] if rank == 0 else [[3.0]]):
+            for batch in window:
+                session.backward(session.model(batch))
+            assert_close(session.full_gradients()["w"], [2.0])
+            session.step()
+        assert_close(session.full_weights()["w"], [0.6])
+
+
+@case(raw=False)
+def micro_batches_taken_ahead_count_each_once(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    with prepare(model, sgd(model), accumulate=2) as session:
+        for window in session.windows([[1.0], [2.0]] if rank == 0 else [[3.0]]):
+            for batch in list(window):
+                session.backward(session.model(batch))
+            assert session.step()
+        assert_close(session.full_weights()["w"], [0.8])
+
+
+@case(raw=False)
+def a_loader_that_fails_at_its_start_on_one_rank_fails_on_all(prepare: Prepare, rank: int) -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[list[float]]:
+            if rank == 1:
+                raise FileNotFoundError("shard-1.tar")
+            return iter([[1.0]])
+
+    model = W(1)
+    with prepare(model, sgd(model)) as session, pytest.raises(Exception, match=r"shard-1\.tar"):
+        train(session, session.windows(Loader()))
+
+
+@case(raw=False)
+def an_overflow_is_skipped_although_the_gradient_was_clamped_by_hand(prepare: Prepare, rank: int) -> None:
+    model = W(1)
+    with prepare(model, sgd(model), precision="fp16") as session:
+        session.backward(session.model([1.0]) * (1e38 if rank == 1 else 1.0))
+        # In shards it is refused.
+        with contextlib.suppress(StateError):
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        assert not session.step()
+        assert session.step_was_skipped
+        assert_close(session.full_weights()["w"], [1.0])
