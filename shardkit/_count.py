@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import TYPE_CHECKING, final
+
+import torch
+
+if TYPE_CHECKING:
+    from shardkit._engine import Engine
 
 
 @final
@@ -36,6 +41,14 @@ class Count:
         self.real = real if real < expected else -1
         if self.real == 0:
             self.share = 0.0
+
+    def fill_up(self, engine: Engine, device: torch.device) -> None:
+        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
+        zero = torch.zeros((), device=device)
+        while self.micro < self.passes:
+            nothing = torch.zeros((), device=device, requires_grad=True)
+            engine.backward(nothing, zero, last=self.micro + 1 == self.passes)
+            self.micro += 1
 
     def abandon(self) -> None:
         """Give a window up of which nothing was used."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
@@ -20,13 +19,13 @@ from shardkit._count import Count
 from shardkit._evaluation import evaluating
 from shardkit._guard import guard, unguard
 from shardkit._loads import Loads
-from shardkit._nonfinite import describe_nonfinite
+from shardkit._nonfinite import report_nonfinite
 from shardkit._precision import autocast, make_scaler, spoil
 from shardkit._processes import joined, same_everywhere
 from shardkit._random import get_random_state, set_random_state
-from shardkit._tripwire import Tripwire
+from shardkit._tripwire import Tripwire, disarm, disarmed
 from shardkit._windows import Training, Weight, Windows
-from shardkit.errors import InputError, NonFiniteError, StateError
+from shardkit.errors import InputError, StateError
 from shardkit.gradients import all_finite, gradients
 
 if TYPE_CHECKING:
@@ -187,8 +186,7 @@ class Session:
 
         In mid-window it does nothing and returns False.
 
-        A step whose gradient isn't finite on any rank is left out on all: ``step_was_skipped`` is then true, and
-        weights, optimizer state and ``steps`` are as before. In fp16 that is how the loss scale finds its height.
+        A step whose gradient isn't finite on any rank is left out on all; ``step_was_skipped`` tells.
 
         Raises:
             StateError: there was no ``backward`` since the last step.
@@ -216,16 +214,16 @@ class Session:
             spoil(self._trained())
         if self._several:
             self._require_equal_settings()
-        if self._tripwire is not None:
-            self._tripwire.disarm()
+        disarm(self._tripwire)
         try:
             update = self._engine.step()
         except BaseException as error:
             self._failed = f"a step failed with {type(error).__name__}"
             raise
         count.micro = 0
-        if count.in_window:
-            self._end_window()
+        if count.in_window and self._windows is not None:
+            count.restart()
+            self._windows.completed()
         self._grad_norm = update.grad_norm
         self.step_was_skipped = not update.applied
         if self._buffers is not None:
@@ -235,7 +233,10 @@ class Session:
             answered = self.scaler.update(applied=update.applied)
             self._engine.loss_scale = self.scaler.scale
         if not update.applied:
-            self._say_nonfinite(answered=answered)
+            self.skipped_steps += 1
+            losses, step = [float(value) for value in self._losses], self.steps + self.skipped_steps
+            self._losses.clear()
+            report_nonfinite(step, losses, self.backend.name, self.strategy, self.scaler, self._processes, answered)
             return False
         self._losses.clear()
         self.steps += 1
@@ -248,12 +249,10 @@ class Session:
     ) -> Windows[B]:
         """Return an iterator over a loader's accumulation windows, each of up to ``strategy.accumulate`` micro-batches.
 
-        The last window of a pass may be shorter, on some ranks or on all: each micro-batch of it counts the same, and
-        ranks whose loader has ended take part in the step until all have. ``uneven="refuse"`` raises instead, on every
-        rank, before a window is used in which ranks have different numbers. With ``weight``, a function from a
-        micro-batch to a number such as its tokens, ``backward`` takes *sums* of losses, and a step is that of the sum
-        of all losses over the sum of all weights, of all ranks and micro-batches. A window's batches are taken from
-        the loader before the first is used. Not collective; to iterate is.
+        Each micro-batch of a window counts the same, however many each rank has; a rank whose loader has ended takes
+        part until all have. ``uneven="refuse"`` raises instead. With ``weight``, a function from a micro-batch to a
+        number such as its tokens, ``backward`` takes *sums* of losses, and a step is that of the sum of all losses over
+        the sum of all weights, of all ranks. To iterate is collective, and draws a window's batches before it is used.
 
         Raises:
             InputError: ``uneven`` is neither of the two.
@@ -272,18 +271,16 @@ class Session:
         return self._windows
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations run in the strategy's precision; without effect in fp32. Not collective.
+        """Return a context in which operations run in the strategy's precision; in fp32 without effect.
 
-        The module's forward has it already, and gives its results in float32. This is for what is computed outside of
-        it, and for parts of the module that are called by themselves.
+        For what is computed outside of the module's forward, which has it. Not collective.
         """
         return autocast(self.strategy.precision, self._device)
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the values of all ranks joined along the first dimension, in order of rank, on every rank.
 
-        For metrics: ``values`` may have another length on each rank, 0 too, so that none need be padded. They travel
-        through host memory. ``rank`` and ``world_size`` share out the work: ``data[session.rank::session.world_size]``.
+        Each rank's may have another length, 0 too, so that none need be padded. They travel through host memory.
 
         Raises:
             InputError: it is no tensor of at least one dimension, or the ranks' have different types or widths.
@@ -322,12 +319,8 @@ class Session:
         if count.micro < count.passes:
             self._fill_up()
         self._processes.meet("full_gradients")
-        armed = self._disarm()
-        try:
+        with disarmed(self._tripwire):
             return self._engine.full_gradients()
-        finally:
-            if armed and self._tripwire is not None:
-                self._tripwire.arm()
 
     @contextmanager
     def evaluate(self) -> Iterator[nn.Module]:
@@ -366,7 +359,7 @@ class Session:
         """
         self._require_usable()
         state = _checkpoint.load(Path(directory), self.strategy, self._processes, self._signature)
-        self._disarm()
+        disarm(self._tripwire)
         self._engine.load_state_dict(state["engine"])
         groups = self.optimizer.param_groups if self._engine.optimizer is not None else []
         for group, saved in zip(groups, state["groups"], strict=True):
@@ -397,7 +390,7 @@ class Session:
             return
         self._processes.meet("close")
         self._closed = True
-        self._disarm()
+        disarm(self._tripwire)
         try:
             self._engine.close()
             self._forget()
@@ -432,11 +425,8 @@ class Session:
     def __repr__(self) -> str:
         return f"<shardkit.Session of {type(self.model).__name__} on {self.strategy}, {self.steps} steps>"
 
-    def _disarm(self) -> bool:
-        return self._tripwire is not None and self._tripwire.disarm()
-
     def _release(self) -> None:
-        self._disarm()
+        disarm(self._tripwire)
         self._aside.close()
         self._loads.close()
         if self._engine.optimizer is not None:
@@ -466,11 +456,6 @@ class Session:
         if self._failed:
             raise StateError(f"{self._failed}: go on from a checkpoint with session.load, or prepare the model again")
 
-    def _end_window(self) -> None:
-        self._count.restart()
-        if self._windows is not None:
-            self._windows.completed()
-
     def _taken(self) -> None:
         """Take note that all micro-batches of a window were taken; let other ranks have the passes that they need."""
         count = self._count
@@ -491,16 +476,11 @@ class Session:
 
     def _fill_up(self) -> None:
         """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
-        count = self._count
-        zero = torch.zeros((), device=self._device)
-        while count.micro < count.passes:
-            nothing = torch.zeros((), device=self._device, requires_grad=True)
-            try:
-                self._engine.backward(nothing, zero, last=count.micro + 1 == count.passes)
-            except BaseException as error:
-                self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
-                raise
-            count.micro += 1
+        try:
+            self._count.fill_up(self._engine, self._device)
+        except BaseException as error:
+            self._failed = f"backward failed with {type(error).__name__}, and left part of a gradient behind"
+            raise
         self._complete()
 
     def _require_equal_settings(self) -> None:
@@ -517,16 +497,3 @@ class Session:
                 "micro-batches: "
                 f"call it after session.step() has returned True"
             )
-
-    def _say_nonfinite(self, *, answered: bool) -> None:
-        """Tell of a step that was left out; ``answered`` if a lower loss scale may be the cure."""
-        self.skipped_steps += 1
-        losses = [float(value) for value in self._losses]
-        self._losses.clear()
-        number = self.steps + self.skipped_steps
-        message = describe_nonfinite(number, losses, self.backend.name, self.scaler, self._processes, answered=answered)
-        if message is None:
-            return
-        if self.strategy.on_nonfinite == "raise" and not answered:
-            raise NonFiniteError(message + '. Strategy(on_nonfinite="skip") goes on instead')
-        warnings.warn(message, RuntimeWarning, stacklevel=3)

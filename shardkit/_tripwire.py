@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -49,6 +51,22 @@ class Tripwire:
             for value in values:
                 value.__class__ = kind
         return True
+
+
+def disarm(tripwire: Tripwire | None) -> bool:
+    """Disarm a tripwire, if there is one; return whether it was armed."""
+    return tripwire is not None and tripwire.disarm()
+
+
+@contextmanager
+def disarmed(tripwire: Tripwire | None) -> Iterator[None]:
+    """Return a context in which gradients can be seen."""
+    armed = disarm(tripwire)
+    try:
+        yield
+    finally:
+        if armed and tripwire is not None:
+            tripwire.arm()
 
 
 @cache

@@ -23,12 +23,12 @@ def result(key: Hashable, wanted: Iterable[Hashable], launch: Callable[..., Any]
     return _started[launch, key].result()
 
 
-def selected(session: pytest.Session, function: str, *names: str) -> list[tuple[Any, ...]]:
+def selected(session: pytest.Session, function: Callable[..., object], *names: str) -> list[tuple[Any, ...]]:
     """Return the parameters of these names of all selected tests of a function, in order, each combination once."""
     found = [
         tuple(item.callspec.params[name] for name in names)
         for item in session.items
-        if isinstance(item, pytest.Function) and item.originalname == function
+        if isinstance(item, pytest.Function) and item.function is function
     ]
     return list(dict.fromkeys(found))
 

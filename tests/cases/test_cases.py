@@ -33,7 +33,7 @@ def test_case(
     if reason is not None:
         pytest.skip(reason)
     base = tmp_path_factory.getbasetemp()
-    asked = _ahead.selected(request.session, "test_case", "strategy", "name")
+    asked = _ahead.selected(request.session, request.function, "strategy", "name")
     wanted = dict.fromkeys((other, CASES[case].__module__, base) for other, case in asked)
     outcomes = _ahead.result((strategy, CASES[name].__module__, base), wanted, case_outcomes)[name]
     words = refusal(name, strategy)

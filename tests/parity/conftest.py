@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def ranks(variant: str, world_size: int, cell: Cell, request: pytest.FixtureRequest) -> list[Trace]:
     """Each rank's trace of the cell."""
-    wanted = _ahead.selected(request.session, request.function.__name__, "variant", "world_size")
+    wanted = _ahead.selected(request.session, request.function, "variant", "world_size")
     outcome = _ahead.result((variant, world_size), wanted, _recorded)[cell]
     if isinstance(outcome, Failure):
         pytest.fail(outcome.text, pytrace=False)
