@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardkit.errors import InputError, UnsupportedError
+from shardkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,33 +144,5 @@ def spoil(values: list[Tensor]) -> None:
 
 
 def _raised(value: Any, dtype: torch.dtype) -> Any:
-    """Return a module's output with tensors of a low-precision dtype in float32, other parts as they are.
-
-    Found within tuples, lists, mappings and dataclasses. What holds none is returned itself, not a copy.
-    """
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype is dtype else value
-    if isinstance(value, tuple | list):
-        items = [_raised(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    changed: dict[str, Any]
-    if isinstance(value, Mapping):
-        changed = {key: new for key, old in value.items() if (new := _raised(old, dtype)) is not old}
-        if not changed:
-            return value
-        copied: Any = copy.copy(value)
-        for key, new in changed.items():
-            copied[key] = new
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-        changed = {name: new for name, old in fields.items() if (new := _raised(old, dtype)) is not old}
-        if not changed:
-            return value
-        copied = copy.copy(value)
-        for name, new in changed.items():
-            object.__setattr__(copied, name, new)
-        return copied
-    return value
+    """Return a module's output with tensors of a low-precision dtype in float32, other parts as they are."""
+    return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor)

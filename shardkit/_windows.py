@@ -187,12 +187,12 @@ class Windows(Generic[B]):
         for batch in itertools.islice(batches, self.position):
             last = [batch]
             skipped += 1
+        set_random_state(now, self._training.device)
         if skipped < self.position:
             raise InputError(
                 f"the checkpoint stands behind {self.position} micro-batches of this pass, and the loader gives only "
                 f"{skipped}: it must give the same ones again"
             )
-        set_random_state(now, self._training.device)
         return batches, last
 
     def _take(self, batches: Iterator[B], failure: Exception | None) -> tuple[list[B], list[float], Exception | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardkit.errors import UnsupportedError
+from shardkit.nested import map_tensors
 
 if TYPE_CHECKING:
     from shardkit_deepspeed._fragments import Fragments
@@ -132,32 +131,5 @@ def _lower_weights(module: nn.Module, args: Any, result: Any) -> None:
 
 
 def lowered(value: Any, dtype: torch.dtype) -> Any:
-    """Return inputs with their floating-point tensors in a dtype, other parts as they are.
-
-    Found within tuples, lists, mappings and dataclasses. What holds none is returned itself, not a copy.
-    """
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        items = [lowered(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        changed = {key: new for key, old in value.items() if (new := lowered(old, dtype)) is not old}
-        if not changed:
-            return value
-        copied: Any = copy.copy(value)
-        for key, new in changed.items():
-            copied[key] = new
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-        renewed = {name: new for name, old in fields.items() if (new := lowered(old, dtype)) is not old}
-        if not renewed:
-            return value
-        copied = copy.copy(value)
-        for name, new in renewed.items():
-            object.__setattr__(copied, name, new)
-        return copied
-    return value
+    """Return inputs with their floating-point tensors in a dtype, other parts as they are."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
