@@ -63,8 +63,8 @@ def asks_raw(name: str) -> bool:
 
 
 def load_cases() -> dict[str, Case]:
-    """Return the cases of all modules of this package, by name."""
+    """Return the cases of all modules of this package, by name; in the same order whoever imported a module first."""
     for found in pkgutil.iter_modules(tests.cases.__path__):
         if not found.name.startswith(("_", "test_")):
             importlib.import_module(f"tests.cases.{found.name}")
-    return _CASES
+    return dict(sorted(_CASES.items(), key=lambda item: item[1].__module__))

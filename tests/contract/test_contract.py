@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import _table
 from tests.cases._table import asks_raw, load_cases
 from tests.cases.test_cases import SEEN
 from tests.contract.page import COMMAND, PAGE, PRODUCT, RAW_RUN, gaps, read, render, sentence
@@ -24,6 +25,13 @@ def test_the_table_of_raw_libraries_has_every_case_that_can_be_asked() -> None:
 
 def test_the_page_is_rendered_from_the_recorded_runs() -> None:
     assert PAGE.read_text() == render(), f"{PAGE.name} is out of date: run {COMMAND} --render"
+
+
+def test_the_page_is_the_same_whichever_cases_were_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, modules = render(), {function.__module__ for function in load_cases().values()}
+    last_first = sorted(_table._CASES.items(), key=lambda item: sorted(modules, reverse=True).index(item[1].__module__))
+    monkeypatch.setattr(_table, "_CASES", dict(last_first))
+    assert render() == page
 
 
 def test_each_cell_is_what_the_tests_of_the_cases_saw(strategy: str) -> None:
