@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardkit import checkpoints as checkpoints
     from shardkit import errors as errors
     from shardkit._backend import Backend as Backend
     from shardkit._backend import NoOptions as NoOptions
     from shardkit._backend import Variant as Variant
     from shardkit._backend import option as option
     from shardkit._engine import Engine as Engine
+    from shardkit._engine import Shard as Shard
     from shardkit._engine import Update as Update
     from shardkit._finding import Finding as Finding
     from shardkit._hookimpl import hookimpl as hookimpl
@@ -32,11 +34,13 @@ _HOMES = {
     "Finding": "_finding",
     "NoOptions": "_backend",
     "Session": "_session",
+    "Shard": "_engine",
     "Strategy": "_strategy",
     "Update": "_engine",
     "Variant": "_backend",
     "Workload": "workloads",
     "backends": "_registry",
+    "checkpoints": "checkpoints",
     "errors": "errors",
     "hookimpl": "_hookimpl",
     "launch": "_launch",

@@ -172,20 +172,6 @@ def _described(value: Tensor) -> str:
     return f"{tuple(value.shape)} of {value.dtype}{frozen}"
 
 
-def signature_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return what a checkpoint and the session that loads it must have in common, in words for an error."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [] if optimizer is None else optimizer.param_groups
-    return {
-        **{f"shape of parameter {name!r}": list(value.shape) for name, value in model.named_parameters()},
-        "class of the optimizer": type(optimizer).__qualname__,
-        **{
-            f"parameters of group {i}": [names[id(value)] for value in group["params"]]
-            for i, group in enumerate(groups)
-        },
-    }
-
-
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
 
@@ -23,6 +25,19 @@ class Update:
 
     applied: bool
     grad_norm: float | None = None
+
+
+class Shard(NamedTuple):
+    """A run of a parameter's elements that this rank holds, in the order of the whole parameter's memory."""
+
+    name: str
+    """The parameter's, as in ``named_parameters`` of the module."""
+    start: int
+    """The first of its elements."""
+    values: Tensor
+    """As many elements as the run has, of any shape, on any device; what is written there counts."""
+    rounded: bool = False
+    """Whether they are kept in a lower precision than the parameter had when it was handed over."""
 
 
 class Engine(ABC):
@@ -93,13 +108,42 @@ class Engine(ABC):
         """
         return nullcontext()
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on exactly: tensors, numbers, strings and containers of them."""
+    # What a checkpoint asks for. It reads and writes what the shards hold in place, between windows.
 
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave on this rank, and drop the gradients of a window in progress."""
+    @property
+    def stepper(self) -> Optimizer | None:
+        """The optimizer whose ``state`` holds the entries of :meth:`state_shards`, if it isn't the user's own."""
+        return self.optimizer
+
+    def weight_shards(self) -> list[Shard]:
+        """Return what this rank holds of the parameters; together the ranks hold every element, some or all of them
+        more than once."""
+        return [Shard(name, 0, value.detach()) for name, value in self.model.named_parameters()]
+
+    def state_shards(self) -> list[Shard]:
+        """Return for what of the parameters this rank holds the optimizer's state.
+
+        ``values`` is the tensor under which ``stepper.state`` has it.
+        """
+        names = {id(value): name for name, value in self.model.named_parameters()}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [Shard(names[id(value)], 0, value) for group in groups for value in group["params"]]
+
+    def restart(self) -> None:
+        """Drop the gradients of a window in progress, and what a backward that failed left behind, before a load."""
+        for value in self.model.parameters():
+            value.grad = None
+
+    def loaded(self) -> None:  # noqa: B027 - to override or not
+        """Follow what a load has written into the shards: copies of them, such as weights in a lower precision."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs beside all that to go on to the last bit, under the same strategy with as many
+        ranks: numbers, strings, small tensors and containers of them."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - to override or not
+        """Take back what ``state_dict`` gave on this rank."""
 
     def close(self) -> None:  # noqa: B027 - to override or not
         """Let go of hooks and buffers; the user's module stays usable on its own, with whole weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from shardkit._engine import Engine
 from shardkit.errors import StateError
@@ -41,9 +41,3 @@ class EvaluationEngine(Engine):
 
     def full_gradients(self) -> NoReturn:
         raise StateError("this session has no optimizer: prepare was given None, so it only evaluates")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
 from shardkit._buffers import Buffers, broadcast_module
-from shardkit._checks import check_fit, check_model, check_optimizer, check_repeatable, fingerprint, signature_of
+from shardkit._checks import check_fit, check_model, check_optimizer, check_repeatable, fingerprint
 from shardkit._evaluation import EvaluationEngine
 from shardkit._options import typed_options
 from shardkit._precision import check_precision, lower
@@ -18,6 +18,8 @@ from shardkit._processes import Processes, expected_world_size, same_everywhere
 from shardkit._random import seed_everything
 from shardkit._session import Session
 from shardkit._strategy import Strategy, is_path, read_file
+from shardkit.checkpoints._keeper import Keeper
+from shardkit.checkpoints._training import Training
 from shardkit.errors import ShardkitError, StateError, StrategyError
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
     assert strategy is not None
     assert backend is not None
     assert plan.device is not None
-    signature = signature_of(module, optimizer)
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     for value in module.parameters():
         # A window starts from nothing: what an earlier backward left would count in the first step.
         value.grad = None
@@ -144,7 +146,7 @@ def _open(plan: _Plan, processes: Processes) -> Session:
         backend,
         processes,
         buffers,
-        signature,
+        Keeper(Training(engine, processes, strategy, shapes, plan.device, backend.library)),
         plan.device,
         forget,
     )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,13 @@ RENDEZVOUS_SECONDS = 30
 _incarnations = itertools.count()
 _open_sessions = 0
 _ours = False
+
+
+class Agreeing(Protocol):
+    """Ranks that exchange values."""
+
+    def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
+        """Return every rank's value; if any rank brings an error, raise the same one on every rank. Collective."""
 
 
 class Processes:
@@ -48,21 +55,19 @@ class Processes:
         if self.world_size > 1:
             # Of its own, so that what ranks say to each other about errors never meets a collective of the training.
             self._control = dist.new_group(backend="gloo")
+        self._beside = None
         self._meetings: Counter[str] = Counter()
         self._closed = False
 
     def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
         """Return every rank's value; if any rank brings an error, raise the same one on every rank. Collective."""
-        if self._control is None:
-            if error is not None:
-                raise error
-            return [value]
-        told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, (value, None if error is None else _packed(error)), group=self._control)
-        failed = [(rank, packed) for rank, (_, packed) in enumerate(told) if packed is not None]
-        if failed:
-            raise _joint_error(failed, self.world_size, error)
-        return [value for value, _ in told]
+        return _agree(self._control, self.world_size, value, error)
+
+    def background(self) -> Agreeing:
+        """Return the same ranks, to agree from another thread while this one goes on. Collective."""
+        if self.world_size > 1 and self._beside is None:
+            self._beside = dist.new_group(backend="gloo")
+        return _Beside(self._beside, self.world_size)
 
     def all_equal(self, number: int) -> bool:
         """Return whether every rank brings the same number, below 2**63. Collective: one all-reduce of 16 bytes."""
@@ -114,12 +119,37 @@ class Processes:
         _open_sessions -= 1
         if not dist.is_initialized():
             return
-        if self._control is not None:
-            dist.destroy_process_group(self._control)
-            self._control = None
+        for group in (self._control, self._beside):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._control = self._beside = None
         if _ours and _open_sessions == 0:
             dist.destroy_process_group()
             _ours = False
+
+
+class _Beside:
+    """The ranks through a group of its own."""
+
+    def __init__(self, group: Any, world_size: int) -> None:
+        self._group = group
+        self._world_size = world_size
+
+    def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
+        return _agree(self._group, self._world_size, value, error)
+
+
+def _agree(group: Any, world_size: int, value: Any, error: BaseException | None) -> list[Any]:
+    if group is None:
+        if error is not None:
+            raise error
+        return [value]
+    told: list[Any] = [None] * world_size
+    dist.all_gather_object(told, (value, None if error is None else _packed(error)), group=group)
+    failed = [(rank, packed) for rank, (_, packed) in enumerate(told) if packed is not None]
+    if failed:
+        raise _joint_error(failed, world_size, error)
+    return [value for value, _ in told]
 
 
 def expected_world_size() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from math import isfinite
 from pathlib import Path
@@ -12,7 +12,6 @@ from zlib import crc32
 
 import torch
 
-from shardkit import _checkpoint
 from shardkit._aside import Aside, open_asides
 from shardkit._checks import checked_loss, facts_of
 from shardkit._count import Count
@@ -22,9 +21,8 @@ from shardkit._loads import Loads
 from shardkit._nonfinite import report_nonfinite
 from shardkit._precision import autocast, make_scaler, spoil
 from shardkit._processes import joined, same_everywhere
-from shardkit._random import get_random_state, set_random_state
 from shardkit._tripwire import Tripwire, disarm, disarmed
-from shardkit._windows import Training, Weight, Windows
+from shardkit._windows import Training, Weight, Windows, moved
 from shardkit.errors import InputError, StateError
 from shardkit.gradients import all_finite, gradients
 
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from shardkit._precision import LossScaler
     from shardkit._processes import Processes
     from shardkit._strategy import Strategy
+    from shardkit.checkpoints._keeper import Keeper
 
 B = TypeVar("B")
 
@@ -61,7 +60,7 @@ class Session:
         backend: Backend,
         processes: Processes,
         buffers: Buffers | None,
-        signature: dict[str, Any],
+        keeper: Keeper,
         device: torch.device,
         forget: Callable[[], None],
     ) -> None:
@@ -80,7 +79,7 @@ class Session:
         self._processes = processes
         self._several = processes.world_size > 1
         self._buffers = buffers
-        self._signature = signature
+        self._keeper = keeper
         self._device = device
         self._forget = forget
         self._count = Count(strategy.accumulate)
@@ -336,47 +335,82 @@ class Session:
         with evaluating(self.model), self._engine.gathered(), torch.no_grad():
             yield self.model
 
-    def save(self, directory: str | Path) -> None:
-        """Write a checkpoint into a directory, to go on from exactly here with the same strategy and world size.
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        keep: int | None = 1,
+        wait: bool = True,
+    ) -> Path:
+        """Write a checkpoint into a directory, to go on from exactly here, under any strategy with any number of ranks.
 
-        It holds weights, buffers, optimizer state and settings, counters and each rank's random state. A checkpoint
-        that is there already is replaced in one step once all ranks are done; until then it stays whole.
+        It holds weights, buffers, optimizer state and settings, counters, the place of :meth:`windows` and each rank's
+        random state. ``objects`` are others to be brought back, by name, such as schedules: they have ``state_dict``
+        and ``load_state_dict``. ``state`` is a mapping of the user's own, of numbers, strings, tensors and containers
+        of them. The checkpoint becomes visible in one step once all ranks are done, as ``step-<steps>``; of all in the
+        directory the last ``keep`` stay. With ``wait=False`` training goes on after a copy to host memory, of what this
+        rank writes; an error of the writing is raised by the next ``save``, ``load`` or ``close``.
+
+        Returns the checkpoint's path.
 
         Raises:
-            StateError: the call isn't made on all ranks within 30 s, or comes in mid-window.
-            CheckpointError: the directory can't be written.
+            StateError: the call isn't made on all ranks within 30 s, or comes in mid-window, or another job saves to
+                the directory.
+            InputError: an argument is wrong.
+            CheckpointError: the directory can't be written, or something can't be held; what was there is as it was.
         """
         self._require_between_windows("save")
-        _checkpoint.save(Path(directory), self._state(), self.strategy, self._processes)
+        counters = {
+            "step": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "grad_norm": None if self._grad_norm is None else str(self._grad_norm),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+        windows = self._progress if self._windows is None else self._windows.state_dict()
+        return self._keeper.save(directory, counters, windows, objects, state, keep=keep, wait=wait)
 
-    def load(self, directory: str | Path) -> None:
-        """Take back what :meth:`save` wrote; gradients of a window in progress are dropped.
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        objects: Mapping[str, Any] | None = None,
+        position: bool = True,
+        missing_ok: bool = False,
+    ) -> dict[str, Any] | None:
+        """Take back what :meth:`save` wrote, from a checkpoint or the last one in a directory.
+
+        Gradients of a window in progress are dropped. ``objects`` are those that ``save`` was given, which get their
+        state back. Without ``position`` the next pass over the windows begins anew. With ``missing_ok``, a directory
+        without a checkpoint is no error.
+
+        Returns the ``state`` that ``save`` was given, its tensors on the CPU; None if there was no checkpoint.
 
         Raises:
             StateError: the call isn't made on all ranks within 30 s.
-            CheckpointError: there is no whole checkpoint, or it is of another strategy, world size or model; the
-                session is then as it was.
+            CheckpointError: there is no whole checkpoint, or it doesn't fit the session, which is then as it was.
         """
         self._require_usable()
-        state = _checkpoint.load(Path(directory), self.strategy, self._processes, self._signature)
-        disarm(self._tripwire)
-        self._engine.load_state_dict(state["engine"])
-        groups = self.optimizer.param_groups if self._engine.optimizer is not None else []
-        for group, saved in zip(groups, state["groups"], strict=True):
-            group.update(saved)
-        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
-        self._failed, self._grad_norm = "", state["grad_norm"]
+        found = self._keeper.load(directory, objects, self._begin_load, missing_ok=missing_ok)
+        if found is None:
+            return None
+        counters = found.manifest
+        self.steps, self.skipped_steps = counters["step"], counters["skipped_steps"]
+        self._failed = ""
+        self._grad_norm = None if counters["grad_norm"] is None else float(counters["grad_norm"])
         self._count.restart()
         self._overflowed = False
         self._losses.clear()
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        if self.scaler is not None and counters["scaler"] is not None:
+            self.scaler.load_state_dict(counters["scaler"])
             self._engine.loss_scale = self.scaler.scale
-        self._count.windows, self._progress = None, state["windows"]
+        self._count.windows = None
+        self._progress = moved(found.windows, self.rank, self.world_size) if position else None
         if self._windows is not None and self._progress is not None:
             self._windows.load_state_dict(self._progress)
         self._loads.forget()
-        set_random_state(state["random"], self._device)
+        return found.state
 
     def close(self) -> None:
         """End the session: the module is the user's again, with whole weights, and can be prepared anew.
@@ -385,6 +419,7 @@ class Session:
 
         Raises:
             StateError: the call isn't made on all ranks within 30 s; the session stays open.
+            CheckpointError: a save in the background failed; the session is closed.
         """
         if self._closed:
             return
@@ -392,8 +427,11 @@ class Session:
         self._closed = True
         disarm(self._tripwire)
         try:
-            self._engine.close()
-            self._forget()
+            try:
+                self._keeper.finish()
+            finally:
+                self._engine.close()
+                self._forget()
         finally:
             self._release()
 
@@ -431,21 +469,12 @@ class Session:
         self._loads.close()
         if self._engine.optimizer is not None:
             unguard(self._engine.optimizer, self._guarded)
+        self._keeper.close()
         self._processes.close()
 
-    def _state(self) -> dict[str, Any]:
-        groups = self._engine.optimizer.param_groups if self._engine.optimizer is not None else []
-        return {
-            "engine": self._engine.state_dict(),
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
-            "signature": self._signature,
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "grad_norm": self._grad_norm,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "windows": self._progress if self._windows is None else self._windows.state_dict(),
-            "random": get_random_state(self._device),
-        }
+    def _begin_load(self) -> None:
+        disarm(self._tripwire)
+        self._failed = "a load failed in its midst"
 
     def _require_usable(self) -> None:
         if self._closed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, final
 
 import torch
+from torch.utils.data import RandomSampler
 
 from shardkit._random import get_random_state, set_random_state
 from shardkit.errors import InputError, MismatchError, StateError, UnsupportedError
@@ -97,6 +98,7 @@ class Windows(Generic[B]):
         self._training = training
         self._random: dict[str, Any] | None = None
         self._resumed = False
+        self._moved: dict[str, Any] = {}
         self._pass = 0
         self._pending = 0
         if state is not None:
@@ -164,6 +166,7 @@ class Windows(Generic[B]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self._random = state["epoch"], state["position"], state["random"]
         self._resumed = self._random is not None
+        self._moved = {key: state[key] for key in ("ranks", "unfit") if key in state}
         self._pass += 1
 
     def _start(self) -> tuple[Iterator[B], list[B]]:
@@ -176,6 +179,8 @@ class Windows(Generic[B]):
             self._random = {**get_random_state(self._training.device), "generators": drawn}
             return iter(self._loader), []
         _check_replay(self._loader, self.epoch)
+        if self.position:
+            _check_moved(self._loader, **self._moved)
         # A loader that shuffles draws its order when it is started: from the state that it had then.
         now = get_random_state(self._training.device)
         set_random_state(self._random, self._training.device)
@@ -257,6 +262,27 @@ class Windows(Generic[B]):
         return Window(taken, fillers, total, counts, self._training)
 
 
+def moved(states: list[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any] | None:
+    """Return where this rank begins, from where each of the ranks stood that wrote a checkpoint.
+
+    With another number of ranks each takes up an equal part of the micro-batches that all had used, as loaders give
+    them that deal out one sequence in turn.
+    """
+    if len(states) == world_size or any(state is None for state in states):
+        return states[rank] if len(states) == world_size else None
+    known = [state for state in states if state is not None]
+    used = sum(state["position"] for state in known)
+    found = {**known[rank % len(known)], "position": used // world_size, "ranks": len(known)}
+    if used % world_size or len({(state["epoch"], state["position"]) for state in known}) > 1:
+        positions = ", ".join(str(state["position"]) for state in known)
+        found["unfit"] = (
+            f"the checkpoint's {len(known)} ranks had used {positions} micro-batches of this pass, which {world_size} "
+            "ranks can't take up in equal parts: load it with position=False to begin the pass anew, or load one that "
+            "was saved between passes"
+        )
+    return found
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the random generators of a DataLoader's own, each once."""
     sampler = getattr(loader, "sampler", None)
@@ -277,6 +303,22 @@ def _check_replay(loader: Any, epoch: int) -> None:
         raise InputError(
             "a DataLoader with persistent_workers=True doesn't draw the same order again in the midst of a later pass: "
             "give its sampler a generator of its own, as in RandomSampler(data, generator=torch.Generator())"
+        )
+
+
+def _check_moved(loader: Any, ranks: int | None = None, unfit: str | None = None) -> None:
+    """Raise where ranks of another number can't go on behind what was used.
+
+    Raises:
+        InputError: what was used can't be dealt out in equal parts, or each rank had drawn an order of its own.
+    """
+    if unfit is not None:
+        raise InputError(unfit)
+    if ranks is not None and isinstance(getattr(loader, "sampler", None), RandomSampler):
+        raise InputError(
+            f"each of the checkpoint's {ranks} ranks shuffled the data by itself, so that another number of ranks "
+            "can't tell what was used: give the loader a DistributedSampler, or load with position=False to begin the "
+            "pass anew"
         )
 
 

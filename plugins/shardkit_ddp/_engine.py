@@ -122,18 +122,19 @@ class DDPEngine(Engine):
             if value.grad is not None
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": type(self.optimizer).state_dict(self.optimizer)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    def restart(self) -> None:
+        super().restart()
         if self._midway and self._ddp is not None:
             # A backward failed, and left the reducer in the middle of its work.
             self._ddp = _wrap(self.model, self._options)
             self._midway = False
-        self.model.load_state_dict(state["model"])
-        type(self.optimizer).load_state_dict(self.optimizer, state["optimizer"])
+
+    def state_dict(self) -> dict[str, Any]:
+        # How gradients are averaged decides in which order they are added up.
+        return {"overlap": self._overlap, "may_overlap": self._may_overlap}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._overlap, self._may_overlap = state["overlap"], state["may_overlap"]
 
     def close(self) -> None:
         for parameter in self._parameters:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.distributed as dist
 
-from shardkit import Update
+from shardkit import Shard, Update
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import write
@@ -213,17 +214,28 @@ class PartitionEngine(ShardedEngine):
             weights[name] = whole[id(value)]
         return weights
 
-    def state_dict(self) -> dict[str, Any]:
-        self._take_all_over()
-        state = {"model": dict(self.model.state_dict()), "optimizer": self._optimizer_state()}
-        if not self._aliased:
-            state["masters"] = [master.detach() for master in self._zero.single_partition_of_fp32_groups]
-        return state
+    def weight_shards(self) -> list[Shard]:
+        if self._half is None:
+            return super().weight_shards()
+        others = [
+            Shard(name, 0, value.detach(), rounded=True)
+            for name, value in self.model.named_parameters()
+            if id(value) not in self._places
+        ]
+        return [*self._master_shards(), *others]
 
-    def _load_weights(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        for master, saved in zip(self._zero.single_partition_of_fp32_groups, state.get("masters", ()), strict=False):
-            master.data.copy_(saved)
+    @torch.no_grad()
+    def loaded(self) -> None:
+        zero = self._zero
+        if self._half is None:
+            if not self._aliased:
+                zero.refresh_fp32_params()
+            return
+        for group, master in enumerate(zero.single_partition_of_fp32_groups):
+            parts = zero.parallel_partitioned_bit16_groups[group]
+            parts[self._rank].copy_(master)
+            for rank, part in enumerate(parts if self._world_size > 1 else ()):
+                dist.broadcast(part, rank)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -106,27 +106,10 @@ class ReplicatedEngine(Engine):
             if value.grad is not None
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        state = [dict(self.optimizer.state.get(value, {})) for value in self._params]
-        return {"model": dict(self.model.state_dict()), "optimizer": state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restart(self) -> None:
         self._drop_gradients()
-        self.model.load_state_dict(state["model"])
-        self.optimizer.state.clear()
-        for value, entry in zip(self._params, state["optimizer"], strict=True):
-            if entry:
-                self.optimizer.state[value] = {
-                    key: _placed(part, key, value) if isinstance(part, torch.Tensor) else part
-                    for key, part in entry.items()
-                }
 
     def close(self) -> None:
         self._drop_gradients()
         self._library.destroy()
         self._restore.undo()
-
-
-def _placed(part: Tensor, key: str, value: Tensor) -> Tensor:
-    per_element = part.shape == value.shape and key != "step"
-    return part.to(value.device, copy=True) if per_element else part.clone()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit import Engine, Strategy, Update
-from shardkit.errors import CheckpointError, UnsupportedError
+from shardkit import Engine, Shard, Strategy, Update
+from shardkit.errors import UnsupportedError
 from shardkit.gradients import norms, unscale
 from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
 from shardkit_deepspeed._half import Half
@@ -270,40 +270,26 @@ class ShardedEngine(Engine):
         # One copy of it is enough; the session's optimizer no longer steps.
         self.optimizer.state.clear()
 
-    def _optimizer_state(self) -> list[dict[str, Any]]:
-        return [dict(self._fragments.twin.state.get(view, {})) for _, view in self._fragments.fragments()]
+    @property
+    def stepper(self) -> Optimizer:
+        return self._fragments.twin
 
-    def _load_optimizer_state(self, saved: list[dict[str, Any]]) -> None:
-        held = self._fragments.fragments()
-        if len(saved) != len(held):
-            raise CheckpointError(
-                f"the checkpoint holds optimizer state for {len(saved)} pieces on rank {self._rank}, the session has "
-                f"{len(held)}: it is of another model or world size"
-            )
-        twin = self._fragments.twin
-        twin.state.clear()
-        for (_, view), entry in zip(held, saved, strict=True):
-            if entry:
-                twin.state[view] = {
-                    key: value.to(view.device, copy=True)
-                    if isinstance(value, torch.Tensor) and value.shape == view.shape
-                    else value.clone()
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in entry.items()
-                }
+    def state_shards(self) -> list[Shard]:
+        return [
+            Shard(self._names[id(self._params[fragment.at])], fragment.start, view)
+            for fragment, view in self._fragments.fragments()
+        ]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _master_shards(self) -> list[Shard]:
+        """Return the shards of the trained weights, as float32 has them."""
+        self._take_all_over()
+        return [Shard(name, start, view.detach()) for name, start, view, _ in self.state_shards()]
+
+    def restart(self) -> None:
         self._drop_gradients()
         self._order.restart()
         self._settled = None
         self._seen = bytearray(len(self._params))
-        self._load_weights(state)
-        self._load_optimizer_state(state["optimizer"])
-
-    @abstractmethod
-    def _load_weights(self, state: dict[str, Any]) -> None:
-        """Take back the weights and buffers of a state."""
 
 
 _PIECE = 2**18

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from shardkit import Shard
 from shardkit.errors import StateError, UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import ignore, write
@@ -328,33 +329,33 @@ class Stage3Engine(ShardedEngine):
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
-        self._take_all_over()
-        zero = self._zero
+    def weight_shards(self) -> list[Shard]:
         trained = {id(value) for value in self._params}
-        others = {name: value for name, value in self.model.named_parameters() if id(value) not in trained}
-        return {
-            "shards": [master.detach() for master in zero.fp32_partitioned_groups_flat],
-            "others": {name: getattr(value, "ds_tensor", value).detach() for name, value in others.items()},
-            "buffers": dict(self.model.named_buffers()),
-            "optimizer": self._optimizer_state(),
-        }
+        others = []
+        value: Any
+        for name, value in self.model.named_parameters():
+            if id(value) in trained:
+                continue
+            size = value.partition_numel() if hasattr(value, "ds_tensor") else _elements(value)
+            start = self._rank * size if hasattr(value, "ds_tensor") else 0
+            count = min(size, _elements(value) - start)
+            if count > 0:
+                part = getattr(value, "ds_tensor", value).detach().view(-1).narrow(0, 0, count)
+                others.append(Shard(name, start, part, rounded=self._half is not None))
+        return [*self._master_shards(), *others]
 
-    @torch.no_grad()
-    def _load_weights(self, state: dict[str, Any]) -> None:
-        zero = self._zero
+    def restart(self) -> None:
+        super().restart()
         if self._lockstep is not None:
             self._lockstep.restart()
-        zero.parameter_offload.partition_all_parameters()
-        for group, (master, saved) in enumerate(zip(zero.fp32_partitioned_groups_flat, state["shards"], strict=True)):
-            master.data.copy_(saved)
-            if not self._aliased:
-                zero.fp16_partitioned_groups_flat[group].copy_(saved)
-        values = dict(self.model.named_parameters())
-        for name, saved in state["others"].items():
-            getattr(values[name], "ds_tensor", values[name]).data.copy_(saved)
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(state["buffers"][name])
+        self._zero.parameter_offload.partition_all_parameters()
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        zero = self._zero
+        if not self._aliased:
+            for held, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
+                held.copy_(master)
 
     def close(self) -> None:
         global _open

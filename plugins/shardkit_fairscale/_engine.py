@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardkit import Engine, Strategy, Update
-from shardkit.errors import ShardkitError, UnsupportedError
+from shardkit import Engine, Shard, Strategy, Update
+from shardkit.errors import UnsupportedError
 from shardkit.gradients import gradients, unscale
 from shardkit.parameters import sharing
-from shardkit_fairscale._agreement import raise_together
 from shardkit_fairscale._reduce import Reducer, ReplicatedReducer, ShardedReducer
-from shardkit_fairscale._shard import Shard
+from shardkit_fairscale._shard import Shards
 from shardkit_fairscale._window import Agreement, Window, alone
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class FairScaleEngine(Engine):
         self._window: Window | None = None
         # A window starts from no gradients.
         self._drop()
-        self._shard = Shard(model, optimizer)
+        self._shard = Shards(model, optimizer)
         self._rank = dist.get_rank()
         self._reducer: Reducer | None = None
         # One process has nothing to average.
@@ -82,17 +81,14 @@ class FairScaleEngine(Engine):
             whole_gradients[self._names[parameter]] = whole.detach().cpu().clone()
         return whole_gradients
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.model.state_dict(), "optimizer": self._shard.state_dict()}
+    @property
+    def stepper(self) -> Optimizer:
+        return self._shard.inner
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        error: Exception | None = None
-        try:
-            self._shard.load_state_dict(state["optimizer"])
-            self.model.load_state_dict(state["weights"])
-        except (ShardkitError, LookupError, RuntimeError, TypeError, ValueError) as caught:
-            error = caught
-        raise_together(error)
+    def state_shards(self) -> list[Shard]:
+        return [Shard(self._names[value], 0, value) for value in self._shard.owned]
+
+    def restart(self) -> None:
         self._drop()
         if self._reducer is not None:
             # A backward that failed left it in the middle of its work.

@@ -16,7 +16,7 @@ from shardkit_fairscale._library import ShardedDataParallel, Workhandle, unconfi
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shardkit_fairscale._shard import Shard
+    from shardkit_fairscale._shard import Shards
 
 
 class Reducer(Protocol):
@@ -64,7 +64,7 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
 
     sharded = True
 
-    def __init__(self, model: nn.Module, shard: Shard, names: Mapping[Tensor, str], buffer_size: int) -> None:
+    def __init__(self, model: nn.Module, shard: Shards, names: Mapping[Tensor, str], buffer_size: int) -> None:
         self._launch: dict[Tensor, Callable[[], None]] = {}
         self._armed = False
         with unconfigured_logging():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardkit.errors import CheckpointError, InputError, UnsupportedError
+from shardkit.errors import InputError, UnsupportedError
 from shardkit.optimizers import Attributes, reach, twin
 from shardkit_fairscale._agreement import raise_together
 from shardkit_fairscale._library import OSS, unconfigured_logging
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_THE_TENSORS = ("params", "param_names")
 
 
-class Shard:
+class Shards:
     """FairScale's OSS around copies of the user's optimizer, one per rank, each over the parameters that it owns.
 
     Parameters of the model that the optimizer leaves out have an owner too, which holds their averaged gradients.
@@ -130,27 +130,6 @@ class Shard:
             self.oss.refresh_trainable()
         self._pointers = self._addresses()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer over this rank's parameters, and their names by group."""
-        names = [[self._names[parameter] for parameter in group["params"]] for group in self.inner.param_groups]
-        return {"names": names, "state": self.inner.state_dict()["state"]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave.
-
-        Raises:
-            CheckpointError: it is the state of other parameters.
-        """
-        own = self.inner.state_dict()
-        names = self.state_dict()["names"]
-        if state["names"] != names:
-            raise CheckpointError(
-                "backend 'fairscale' split the optimizer over the ranks in another way than when the checkpoint was "
-                "written: freeze the same parameters before prepare as then, and keep their order in the groups"
-            )
-        # A copy: the optimizer works in its state in place, and the caller may want to load this one again.
-        self.inner.load_state_dict({"state": _copied(state["state"]), "param_groups": own["param_groups"]})
-
     def close(self) -> None:
         """Give each parameter memory of its own again, and forget the optimizer's state."""
         for buckets in self.oss.buckets.values():
@@ -216,13 +195,3 @@ def _described(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
         (key, f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
         for key, value in entries.items()
     ]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value

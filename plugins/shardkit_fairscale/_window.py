@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardkit_fairscale._reduce import Reducer
-    from shardkit_fairscale._shard import Shard
+    from shardkit_fairscale._shard import Shards
 
 # What a rank tells of each window, as counts that add up. The norms of the gradients that it owns come behind.
 _NONFINITE, _CHANGED, _UNEVEN, _WRONG = range(4)
@@ -42,7 +42,7 @@ class Window:
 class Agreement:
     """How ranks settle a window: one small all-reduce, and more only where they used different parameters."""
 
-    def __init__(self, model: nn.Module, shard: Shard, reducer: Reducer, *, wants_norm: bool) -> None:
+    def __init__(self, model: nn.Module, shard: Shards, reducer: Reducer, *, wants_norm: bool) -> None:
         self._homes = [(part._parameters, name) for part in model.modules() for name in part._parameters]
         self._tenants = [home[name] for home, name in self._homes]
         self._shard = shard

@@ -1,0 +1,149 @@
+"""The checkpoints of one session: saved at once or in the background, and loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, final
+
+from shardkit.checkpoints import _directory
+from shardkit.checkpoints._capture import capture
+from shardkit.checkpoints._manifest import MANIFEST
+from shardkit.checkpoints._read import Reader
+from shardkit.checkpoints._restore import Restored, agreed, restore
+from shardkit.checkpoints._write import Writer, together
+from shardkit.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from shardkit._processes import Agreeing
+    from shardkit.checkpoints._training import Training
+
+
+@final
+class Keeper:
+    """Saves and loads for a session. Collective, but for ``close``."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._locks: dict[str, _directory.Lock] = {}
+        self._background: _Background | None = None
+
+    def save(
+        self,
+        directory: str | Path,
+        counters: Mapping[str, Any],
+        windows: Mapping[str, Any] | None,
+        objects: Mapping[str, Any] | None,
+        state: Mapping[str, Any] | None,
+        *,
+        keep: int | None,
+        wait: bool,
+    ) -> Path:
+        """Write a checkpoint, at once or in the background, and return its path."""
+        training = self._training
+        processes = training.processes
+        processes.meet("save")
+        self.finish()
+        root = Path(directory)
+        agreed(training, lambda: _check(root, objects, state, keep))
+        step = counters["step"]
+        path = together(processes, lambda: self._take(root, step) if processes.rank == 0 else root)[0]
+        writer = Writer(capture(training, counters, windows, objects or {}, state or {}), processes.rank)
+        if wait:
+            writer.write(path, processes, keep)
+        else:
+            agreed(training, writer.copy)
+            self._background = _Background(writer, path, processes.background(), keep)
+        return path
+
+    def load(
+        self, directory: str | Path, objects: Mapping[str, Any] | None, begin: Callable[[], None], *, missing_ok: bool
+    ) -> Restored | None:
+        """Bring the session to where a checkpoint stands; None if there is none and that is fine.
+
+        ``begin`` is called before anything changes.
+        """
+        training = self._training
+        training.processes.meet("load")
+        self.finish()
+        root = Path(directory)
+        found = None
+        if not missing_ok or _directory.holds_one(root):
+            found = agreed(training, lambda: _directory.resolve(root))
+        # As rank 0 sees it, should another job save at this moment.
+        path = training.processes.agree(found)[0]
+        if path is None:
+            return None
+        reader = agreed(training, lambda: Reader(path))
+        with reader:
+            return restore(training, reader, objects or {}, begin)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it couldn't be written, on every rank.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            background.finish()
+
+    def close(self) -> None:
+        """Let other sessions save where this one did. Not collective."""
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()
+
+    def _take(self, root: Path, step: int) -> Path:
+        """Take a directory for this session, and return where the checkpoint of a step goes in it."""
+        root.mkdir(parents=True, exist_ok=True)
+        place = os.path.realpath(root)
+        if place not in self._locks:
+            self._locks[place] = _directory.Lock(root)
+            _directory.clean(root)
+        return _directory.free_path(root, step)
+
+
+@final
+class _Background:
+    """A checkpoint that a thread writes."""
+
+    def __init__(self, writer: Writer, path: Path, processes: Agreeing, keep: int | None) -> None:
+        self._failure: BaseException | None = None
+        self._work = (writer, path, processes, keep)
+        self._thread = Thread(target=self._run, name="shardkit-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        writer, path, processes, keep = self._work
+        try:
+            writer.write(path, processes, keep)
+        except BaseException as error:
+            self._failure = error
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._failure is None:
+            return
+        error = CheckpointError(f"the last save, in the background, failed: {self._failure}")
+        raise error from self._failure
+
+
+def _check(root: Path, objects: Mapping[str, Any] | None, state: Mapping[str, Any] | None, keep: int | None) -> None:
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise InputError(f"keep is how many checkpoints stay, from 1 on, or None for all, not {keep!r}")
+    if (root / MANIFEST).is_file() and not any(root.glob("rank-*-of-*.pt")):
+        raise CheckpointError(f"{str(root)!r} is itself a checkpoint: save into the directory that holds it")
+    for what, given in (("objects", objects), ("state", state)):
+        if given is not None and not isinstance(given, Mapping):
+            raise InputError(f"{what} is a mapping by name, not a {type(given).__name__}")
+        for name in given or ():
+            if not isinstance(name, str):
+                raise InputError(f"the names in {what} are strings, not {name!r}")
+    for name, held in (objects or {}).items():
+        if not callable(getattr(held, "state_dict", None)):
+            raise InputError(
+                f"object {name!r} is a {type(held).__name__}, without state_dict: plain values go in state"
+            )

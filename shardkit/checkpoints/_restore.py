@@ -1,0 +1,447 @@
+"""From a checkpoint to a session: what fits is checked first, then what is whole, and only then anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardkit._random import set_random_state
+from shardkit.checkpoints._contents import OPTIMIZER, RANKS, STATE, WEIGHTS
+from shardkit.checkpoints._read import Reader
+from shardkit.checkpoints._share import Part
+from shardkit.checkpoints._training import Training, aliases, buffers, extra_states, names_of
+from shardkit.checkpoints._values import decode, tensors_of
+from shardkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from shardkit._engine import Shard
+
+T = TypeVar("T")
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back beside what it has put into the session."""
+
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+    windows: list[dict[str, Any] | None]
+    """The position of each rank that wrote it."""
+
+
+class _Small(NamedTuple):
+    """What a checkpoint holds beside weights and the optimizer's state, as this rank gets it."""
+
+    state: dict[str, Any]
+    extra: dict[str, Any]
+    objects: dict[str, Any]
+    tensors: dict[str, Tensor]
+    own: dict[str, Tensor]
+
+
+def agreed(training: Training, action: Callable[[], T]) -> T:
+    """Do something on this rank; if it fails on any, raise on all. Collective."""
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    training.processes.agree(None, failure)
+    return result  # type: ignore[return-value]
+
+
+def restore(training: Training, reader: Reader, objects: Mapping[str, Any], begin: Callable[[], None]) -> Restored:
+    """Bring a session to where a checkpoint stands; ``begin`` is called before anything of it changes. Collective.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or doesn't fit, on every rank; the session is as it was.
+    """
+    plan = agreed(training, lambda: _Plan(training, reader, objects))
+    whole = training.processes.agree({file: plan.whole(file) for file in plan.parts})
+    agreed(training, lambda: plan.verify(whole))
+    held = agreed(training, plan.read_small)
+    before = agreed(training, lambda: {key: copy.deepcopy(one.state_dict()) for key, one in objects.items()})
+    try:
+        agreed(training, lambda: plan.load_objects(held))
+    except CheckpointError:
+        # Also where they took it: all ranks go on from where they were.
+        for key, state in before.items():
+            objects[key].load_state_dict(state)
+        raise
+    begin()
+    training.engine.restart()
+    agreed(training, lambda: plan.fill(held))
+    return plan.finish(held)
+
+
+class _Plan:
+    """What this rank reads into which tensor."""
+
+    def __init__(self, training: Training, reader: Reader, objects: Mapping[str, Any]) -> None:
+        self._training = training
+        self._reader = reader
+        self._objects = objects
+        manifest = self._manifest = reader.manifest
+        engine = training.engine
+        self._first = _Names(training, manifest)
+        self._weights = engine.weight_shards()
+        self._check_weights()
+        # A session without an optimizer evaluates: it needs the weights alone.
+        self._optimizer = engine.optimizer
+        self._groups: list[dict[str, Any]] = []
+        if self._optimizer is not None:
+            self._check_optimizer(self._optimizer)
+        strategy = training.strategy
+        origin = manifest["strategy"]
+        options = {name: str(value) for name, value in strategy.options.items()}
+        self._same_size = manifest["world_size"] == training.processes.world_size
+        self._same_run = self._same_size and (origin["backend"], origin["options"]) == (strategy.backend, options)
+        self._check_own()
+        self.parts: dict[str, list[Part]] = {WEIGHTS: [], OPTIMIZER: [], STATE: [], RANKS: []}
+        self._list_parts()
+
+    # Whether it fits.
+
+    def _check_weights(self) -> None:
+        training, saved = self._training, self._reader.specs(WEIGHTS)
+        own = {self._first.saved(name): tuple(shape) for name, shape in training.shapes.items()}
+        own |= {self._first.saved(name): tuple(value.shape) for name, value in buffers(training.model).items()}
+        found = {name: tuple(spec.shape) for name, spec in saved.items()}
+        _raise_unless_equal("the model", found, own)
+        for shard in self._weights:
+            kind = saved[self._first.saved(shard.name)].dtype
+            if not shard.rounded and not _keeps(kind, shard.values.dtype):
+                raise CheckpointError(
+                    f"{shard.name!r} is of {kind} in the checkpoint and of {shard.values.dtype} here, which would lose "
+                    "digits: give the model the dtype that it was saved with"
+                )
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        saved = self._manifest["optimizer"]
+        if saved is None:
+            raise CheckpointError(
+                "the checkpoint has no optimizer: the session that wrote it only evaluates. Prepare one without an "
+                "optimizer, or load its weights.safetensors into the model before prepare"
+            )
+        own = type(optimizer).__qualname__
+        if saved["class"] not in (None, own):
+            raise CheckpointError(f"the checkpoint is of the optimizer {saved['class']}, and this session's is {own}")
+        names = names_of(self._training.model)
+        groups = [
+            [self._first.saved(names[id(value)]) for value in group["params"]] for group in optimizer.param_groups
+        ]
+        place = {name: number for number, group in enumerate(saved["groups"]) for name in group["parameters"]}
+        shapes = {self._first.saved(name): tuple(shape) for name, shape in self._training.shapes.items()}
+        _raise_unless_equal(
+            "the optimizer",
+            {name: shapes.get(name, ()) for name in place},
+            {name: shapes[name] for group in groups for name in group},
+        )
+        for number, group in enumerate(groups):
+            self._groups.append(_settings_of(number, group, place, saved["groups"]))
+
+    def _check_own(self) -> None:
+        manifest, differing = self._manifest, [rank["differing"] for rank in self._manifest["ranks"]]
+        by_rank = sorted({key for entries in differing for key in entries})
+        if by_rank and not self._same_size:
+            raise CheckpointError(
+                f"{by_rank[0]!r} was different on each of the {manifest['world_size']} ranks that wrote the "
+                f"checkpoint, so that it loads on as many, not on {self._training.processes.world_size}"
+            )
+        had = {*manifest["objects"], *(key.removeprefix("objects/") for key in by_rank if key.startswith("objects/"))}
+        missing = sorted(set(self._objects) - had)
+        if missing:
+            held = ", ".join(map(repr, sorted(had))) or "none"
+            raise CheckpointError(f"the checkpoint has no object {missing[0]!r}; it has {held}")
+        lost = sorted(had - set(self._objects))
+        if lost and self._optimizer is not None:
+            raise CheckpointError(
+                f"the checkpoint has the state of {lost[0]!r}: hand the object to load as "
+                f"objects={{{lost[0]!r}: ...}}, or its state would be lost"
+            )
+        for key, target in self._objects.items():
+            if not callable(getattr(target, "load_state_dict", None)):
+                raise CheckpointError(f"object {key!r} is a {type(target).__name__}, without load_state_dict")
+
+    # What is read.
+
+    def _list_parts(self) -> None:
+        saved = self._reader.specs(WEIGHTS)
+        for shard in self._weights:
+            self.parts[WEIGHTS].append(self._run(shard))
+        for name in buffers(self._training.model):
+            place = self._first.saved(name)
+            self.parts[WEIGHTS].append(Part(place, 0, saved[place].numel))
+        specs = self._reader.specs(OPTIMIZER)
+        for shard, entries in self._state_entries():
+            for value in entries.values():
+                for name in tensors_of(value):
+                    part = self._run(shard, name) if self._per_element(shard, name) else None
+                    self.parts[OPTIMIZER].append(part or Part(name, 0, specs[name].numel))
+        for file, names in ((STATE, self._common_tensors()), (RANKS, self._own_tensors())):
+            specs = self._reader.specs(file)
+            self.parts[file] += [Part(name, 0, specs[name].numel) for name in names]
+
+    def _run(self, shard: Shard, name: str | None = None) -> Part:
+        return Part(name or self._first.saved(shard.name), shard.start, shard.start + shard.values.numel())
+
+    def _state_entries(self) -> list[tuple[Shard, dict[str, Any]]]:
+        if self._optimizer is None:
+            return []
+        state = self._manifest["optimizer"]["state"]
+        return [(shard, state.get(self._first.saved(shard.name), {})) for shard in self._training.engine.state_shards()]
+
+    def _per_element(self, shard: Shard, name: str) -> bool:
+        spec = self._reader.specs(OPTIMIZER)[name]
+        return tuple(spec.shape) == tuple(self._training.shapes[shard.name]) and name.rpartition("/")[2] != "step"
+
+    def _common_tensors(self) -> list[str]:
+        manifest = self._manifest
+        held = [manifest["state"], manifest["extra"], *(manifest["objects"].get(key) for key in self._objects)]
+        if self._optimizer is not None:
+            held += [
+                manifest["optimizer"]["attributes"],
+                [group["settings"] for group in manifest["optimizer"]["groups"]],
+            ]
+        return tensors_of(held)
+
+    def _own_tensors(self) -> list[str]:
+        rank = self._training.processes.rank
+        ranks = self._manifest["ranks"]
+        own = tensors_of([ranks[rank]["random"], ranks[rank]["differing"]]) if rank < len(ranks) else []
+        if self._same_run:
+            own += tensors_of(ranks[rank]["engine"])
+        return list(dict.fromkeys([*own, *(name for each in ranks for name in tensors_of(each["windows"]))]))
+
+    def whole(self, file: str) -> set[str]:
+        """Return the names of the tensors that this rank reads whole."""
+        specs = self._reader.specs(file)
+        return {name for name, start, end in self.parts[file] if start == 0 and end == specs[name].numel}
+
+    def verify(self, whole: Sequence[Mapping[str, set[str]]]) -> None:
+        """Check the checksums of what this rank reads, and its part of what all ranks read.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        rank, size = self._training.processes.rank, len(whole)
+        for file, parts in self.parts.items():
+            everywhere = set.intersection(*(names[file] for names in whole))
+            number = 0
+            for part in parts:
+                if part.name not in everywhere:
+                    self._reader.verify(file, [part])
+                    continue
+                for piece in self._reader.cut(file, part):
+                    if number % size == rank:
+                        self._reader.verify(file, [piece])
+                    number += 1
+
+    def read_small(self) -> _Small:
+        """Read what is no part of the weights or the optimizer's state."""
+        manifest = self._manifest
+        tensors = {name: self._reader.read(STATE, name) for name in self._common_tensors()}
+        own = {name: self._reader.read(RANKS, name) for name in self._own_tensors()}
+        found = {
+            "state": dict(decode(manifest["state"], tensors)),
+            "extra": dict(decode(manifest["extra"], tensors)),
+            "objects": {
+                key: decode(manifest["objects"][key], tensors) for key in self._objects if key in manifest["objects"]
+            },
+        }
+        rank, ranks = self._training.processes.rank, manifest["ranks"]
+        for key, value in ranks[rank]["differing"].items() if rank < len(ranks) else ():
+            kind, _, name = key.partition("/")
+            found[kind][name] = decode(value, own)
+        return _Small(found["state"], found["extra"], found["objects"], tensors, own)
+
+    # What changes.
+
+    def load_objects(self, held: _Small) -> None:
+        """Give the user's objects their state."""
+        for key, target in self._objects.items():
+            try:
+                target.load_state_dict(held.objects[key])
+            except Exception as error:
+                raise CheckpointError(
+                    f"object {key!r} didn't take its state from the checkpoint: {type(error).__name__}: {error}"
+                ) from error
+
+    def fill(self, held: _Small) -> None:
+        """Read weights, buffers and the optimizer's state into their places."""
+        for shard in self._weights:
+            self._reader.read_into(WEIGHTS, self._run(shard), shard.values)
+        specs = self._reader.specs(WEIGHTS)
+        for name, value in buffers(self._training.model).items():
+            place = self._first.saved(name)
+            self._reader.read_into(WEIGHTS, Part(place, 0, specs[place].numel), value)
+        stepper = self._training.engine.stepper
+        if self._optimizer is not None and stepper is not None:
+            self._fill_state(stepper)
+            _apply_settings(self._optimizer, self._groups, self._manifest["optimizer"]["attributes"], held.tensors)
+        for name, part in extra_states(self._training.model):
+            if name in held.extra:
+                part.set_extra_state(held.extra[name])
+
+    def finish(self, held: _Small) -> Restored:
+        """Have the engine follow, and put back the random state. Collective."""
+        training, ranks = self._training, self._manifest["ranks"]
+        rank = training.processes.rank
+        training.engine.loaded()
+        if self._same_run:
+            training.engine.load_state_dict(decode(ranks[rank]["engine"], held.own))
+        if rank < len(ranks):
+            set_random_state(decode(ranks[rank]["random"], held.own), training.device)
+        windows = [decode(each["windows"], held.own) for each in ranks]
+        return Restored(self._manifest, held.state, windows)
+
+    def _fill_state(self, stepper: Optimizer) -> None:
+        stale = set(stepper.state)
+        groups = {id(value): group for group in stepper.param_groups for value in group["params"]}
+        for shard, entries in self._state_entries():
+            if not entries:
+                continue
+            stale.discard(shard.values)
+            before = stepper.state[shard.values]
+            found = {}
+            for key, value in entries.items():
+                held = before.get(key)
+                direct = isinstance(value, dict) and list(value) == ["$tensor"]
+                if direct:
+                    group = groups.get(id(shard.values), {})
+                    found[key] = self._state_tensor(shard, key, value["$tensor"], held, group)
+                else:
+                    found[key] = decode(value, {name: self._reader.read(OPTIMIZER, name) for name in tensors_of(value)})
+            before.clear()
+            before.update(found)
+        for left in stale:
+            del stepper.state[left]
+
+    def _state_tensor(self, shard: Shard, key: str, name: str, held: Any, group: Mapping[str, Any]) -> Tensor:
+        spec, values = self._reader.specs(OPTIMIZER)[name], shard.values.detach()
+        on_device = key != "step" or group.get("capturable") or group.get("fused")
+        device = values.device if on_device else torch.device("cpu")
+        per_element = self._per_element(shard, name)
+        part = self._run(shard, name) if per_element else Part(name, 0, spec.numel)
+        if (
+            isinstance(held, Tensor)
+            and (held.dtype, held.device, held.numel()) == (spec.dtype, device, part.end - part.start)
+            and held.dim() > 0
+        ):
+            target = held
+        elif per_element:
+            target = torch.empty_like(values, dtype=spec.dtype)
+        else:
+            target = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        self._reader.read_into(OPTIMIZER, part, target)
+        return target
+
+
+class _Names:
+    """What this model calls a parameter, and what the checkpoint does: of tied ones any may come first."""
+
+    def __init__(self, training: Training, manifest: Mapping[str, Any]) -> None:
+        self._own = _groups(aliases(training.model))
+        self._saved = _groups(manifest["model"]["aliases"])
+        firsts = {name: first for first, names in self._saved.items() for name in names}
+        self._to_saved: dict[str, str] = {}
+        for first, names in self._own.items():
+            found = {firsts.get(name, name) for name in names}
+            if len(found) > 1 or self._saved.get(next(iter(found))) != names:
+                together = sorted(self._saved.get(next(iter(found)), {next(iter(found))}))
+                raise CheckpointError(
+                    f"{', '.join(sorted(names))} are one tensor here, and in the checkpoint {', '.join(together)} is "
+                    "apart from the rest: tie them as they were"
+                )
+            self._to_saved[first] = found.pop()
+        for first, names in self._saved.items():
+            if names not in self._own.values():
+                raise CheckpointError(
+                    f"{', '.join(sorted(names))} are one tensor in the checkpoint, and here they aren't: tie them as "
+                    f"they were, with {first!r} first"
+                )
+
+    def saved(self, name: str) -> str:
+        """Return the checkpoint's name of a parameter or buffer of this model."""
+        return self._to_saved.get(name, name)
+
+
+def _groups(aliases: Mapping[str, str]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, first in aliases.items():
+        found.setdefault(first, {first}).add(name)
+    return found
+
+
+def _settings_of(
+    number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the settings that the checkpoint has for the parameters of a group here."""
+    if not group:
+        # Nothing trains under its settings.
+        empty = number < len(saved) and not saved[number]["parameters"]
+        return dict(saved[number]["settings"]) if empty else {}
+    found = {place[name]: name for name in group}
+    first, *others = found
+    for other in others:
+        one, two = saved[first]["settings"], saved[other]["settings"]
+        for key in {**one, **two}:
+            if one.get(key) != two.get(key):
+                raise CheckpointError(
+                    f"group {number} of the optimizer holds {found[first]!r} and {found[other]!r}, which were in "
+                    f"groups of their own when the checkpoint was written, with {key} {one.get(key)} and "
+                    f"{two.get(key)}: group them as then"
+                )
+    return dict(saved[first]["settings"])
+
+
+def _apply_settings(
+    optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], held: Any, tensors: Mapping[str, Tensor]
+) -> None:
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in decode(saved, dict(tensors)).items():
+            before = group.get(key)
+            if isinstance(before, Tensor) and isinstance(value, Tensor) and before.shape == value.shape:
+                # A schedule writes into the tensor itself.
+                before.copy_(value)
+            elif isinstance(before, Tensor) and isinstance(value, float | int):
+                before.fill_(value)
+            else:
+                group[key] = value.clone() if isinstance(value, Tensor) else value
+    for name, value in decode(held, dict(tensors)).items():
+        setattr(optimizer, name, value)
+
+
+def _raise_unless_equal(what: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless both have the same names with the same shapes.
+
+    Raises:
+        CheckpointError: with up to three names of each kind, and how many there are.
+    """
+    told = []
+    for names, words in (
+        (sorted(saved.keys() - own.keys()), "the checkpoint has {} that this session lacks"),
+        (sorted(own.keys() - saved.keys()), "this session has {} that the checkpoint lacks"),
+    ):
+        if names:
+            shapes = {**saved, **own}
+            listed = ", ".join(f"{name!r} {shapes[name]}" for name in names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(words.format(f"{listed}{more}"))
+    differing = [name for name in saved if name in own and saved[name] != own[name]]
+    if differing:
+        listed = ", ".join(f"{name!r} {saved[name]} in the checkpoint and {own[name]} here" for name in differing[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        told.append(f"other shapes: {listed}{more}")
+    if told:
+        raise CheckpointError(f"the checkpoint doesn't fit {what}: {'; '.join(told)}")
+
+
+def _keeps(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return whether every number of one dtype is one of the other, too."""
+    return torch.promote_types(saved, own) is own and (saved.is_floating_point or saved == own or saved.is_complex)

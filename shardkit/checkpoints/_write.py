@@ -1,0 +1,188 @@
+"""How a checkpoint is written: each rank its share of every file, then one rename makes it visible."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from shardkit.checkpoints import _directory
+from shardkit.checkpoints._contents import Contents, Held
+from shardkit.checkpoints._layout import Layout, lay_out, memory_of
+from shardkit.checkpoints._manifest import checksum, sealed
+from shardkit.checkpoints._share import Part, divide
+from shardkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardkit._processes import Agreeing
+
+EXTENT = 2**23
+"""Bytes under one checksum, at most."""
+
+T = TypeVar("T")
+Extents = dict[str, dict[str, list[list[Any]]]]
+
+
+@final
+class Writer:
+    """Writes this rank's share of a checkpoint. Every rank makes one of the same contents."""
+
+    def __init__(self, contents: Contents, rank: int) -> None:
+        self._manifest = contents.manifest
+        self._rank = rank
+        self._layouts: dict[str, Layout] = {}
+        self._share: dict[str, list[Part]] = {}
+        self._held = contents.files
+        for file, specs in contents.specs.items():
+            if not specs:
+                continue
+            self._layouts[file] = lay_out(specs, contents.manifest["metadata"].get(file, {}))
+            sizes = {name: spec.numel for name, spec in specs.items()}
+            widths = {name: spec.itemsize for name, spec in specs.items()}
+            self._share[file] = divide(sizes, widths, [held.get(file, {}) for held in contents.held])[rank]
+
+    def copy(self) -> None:
+        """Copy what this rank will write into host memory, so that training can go on meanwhile."""
+        copied: dict[str, dict[str, Held]] = {}
+        for file, parts in self._share.items():
+            for name, start, end in parts:
+                held = self._held[file][name]
+                own = copied.setdefault(file, {}).setdefault(name, Held(held.spec, []))
+                own.runs.append((start, _elements(_flat(held, start, end), start, end).to("cpu", copy=True)))
+        self._held = copied
+
+    def write(self, path: Path, processes: Agreeing, keep: int | None) -> None:
+        """Write the checkpoint beside a path, and make it visible there. Collective.
+
+        Raises:
+            CheckpointError: it can't be written, on every rank; what was there before is as it was.
+        """
+        token = processes.agree(secrets.token_hex(4))[0]
+        partial = path.parent / f"{_directory.PARTIAL}{token}"
+        try:
+            together(processes, lambda: self._begin(partial) if self._rank == 0 else None)
+            extents: list[Extents] = together(processes, lambda: self._write_share(partial))
+            together(processes, lambda: self._publish(partial, path, extents, keep) if self._rank == 0 else None)
+        except BaseException:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _begin(self, partial: Path) -> None:
+        needed = sum(layout.size for layout in self._layouts.values())
+        free = _free(partial.parent)
+        if free is not None and free < needed:
+            raise CheckpointError(
+                f"the disk of {str(partial.parent)!r} is too full: the checkpoint needs {needed} bytes, and {free} are "
+                "free"
+            )
+        partial.mkdir()
+        for file, layout in self._layouts.items():
+            with (partial / file).open("wb") as opened:
+                opened.write(layout.header)
+                opened.truncate(layout.size)
+
+    def _write_share(self, partial: Path) -> Extents:
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"{str(partial.parent)!r} isn't one directory for all ranks: rank 0 writes there, and this rank "
+                "doesn't see it; save to a file system that all ranks share"
+            )
+        return {file: self._write_parts(partial / file, file) for file in self._layouts}
+
+    def _write_parts(self, path: Path, file: str) -> dict[str, list[list[Any]]]:
+        extents: dict[str, list[list[Any]]] = {}
+        layout = self._layouts[file]
+        parts = self._share[file]
+        if not parts:
+            return extents
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for name, start, end in parts:
+                held, width = self._held[file][name], layout.specs[name].itemsize
+                run = _flat(held, start, end)
+                step = max(EXTENT // width, 1)
+                for first in range(start, end, step):
+                    last = min(first + step, end)
+                    # A name for it: the memory is the tensor's.
+                    elements = _elements(run, first, last).to("cpu").contiguous()
+                    data = memory_of(elements)
+                    _write_at(descriptor, data, layout.places[name] + first * width)
+                    extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
+            os.fsync(descriptor)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+        finally:
+            os.close(descriptor)
+        return extents
+
+    def _publish(self, partial: Path, path: Path, extents: list[Extents], keep: int | None) -> None:
+        files = {}
+        for file, layout in self._layouts.items():
+            joined: dict[str, list[list[Any]]] = {}
+            for rank in extents:
+                for name, found in rank[file].items():
+                    joined.setdefault(name, []).extend(found)
+            files[file] = {
+                "size": layout.size,
+                "header": checksum(layout.header),
+                "complex": [name for name, spec in layout.specs.items() if spec.dtype is torch.complex128],
+                "extents": {name: sorted(found) for name, found in joined.items()},
+            }
+        manifest = {key: value for key, value in self._manifest.items() if key != "metadata"}
+        manifest["number"] = _directory.next_number(path.parent)
+        manifest["saved"] = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest["files"] = files
+        _directory.publish(partial, path, sealed(manifest), keep)
+
+
+def together(processes: Agreeing, action: Callable[[], T]) -> list[T]:
+    """Do something on every rank and return what each got; if it fails on one, raise on all. Collective.
+
+    Raises:
+        CheckpointError: it failed on a rank.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except OSError as error:
+        failure = CheckpointError(f"can't write {error.filename!r}: {error.strerror}")
+        failure.__cause__ = error
+    except Exception as error:
+        failure = error  # type: ignore[assignment]
+    return processes.agree(result, failure)
+
+
+def _flat(held: Held, start: int, end: int) -> tuple[int, Tensor]:
+    """Return the run that holds these elements: its first, and all of them along one dimension."""
+    for first, values in held.runs:
+        if first <= start and end <= first + values.numel():
+            return first, values.detach().resolve_conj().resolve_neg().reshape(-1)
+    raise CheckpointError(f"elements {start} to {end} aren't held here, though they were")
+
+
+def _elements(run: tuple[int, Tensor], start: int, end: int) -> Tensor:
+    first, values = run
+    return values[start - first : end - first]
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _free(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
