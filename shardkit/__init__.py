@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shardkit._engine import Update as Update
     from shardkit._finding import Finding as Finding
     from shardkit._hookimpl import hookimpl as hookimpl
+    from shardkit._imported import Imported as Imported
+    from shardkit._imported import Pieces as Pieces
+    from shardkit._imported import Source as Source
     from shardkit._launch import launch as launch
     from shardkit._prepare import prepare as prepare
     from shardkit._registry import backends as backends
@@ -32,9 +35,12 @@ _HOMES = {
     "Backend": "_backend",
     "Engine": "_engine",
     "Finding": "_finding",
+    "Imported": "_imported",
     "NoOptions": "_backend",
+    "Pieces": "_imported",
     "Session": "_session",
     "Shard": "_engine",
+    "Source": "_imported",
     "Strategy": "_strategy",
     "Update": "_engine",
     "Variant": "_backend",

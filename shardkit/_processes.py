@@ -36,6 +36,13 @@ class Agreeing(Protocol):
         """Return every rank's value; if any rank brings an error, raise the same one on every rank. Collective."""
 
 
+class Alone:
+    """One process that agrees with itself."""
+
+    def agree(self, value: Any, error: BaseException | None = None) -> list[Any]:
+        return _agree(None, 1, value, error)
+
+
 class Processes:
     """The ranks that train together: the default process group, and a control group of ours on the CPU.
 

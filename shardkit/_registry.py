@@ -17,6 +17,7 @@ import pluggy
 from shardkit._backend import Backend
 from shardkit._engine import Engine
 from shardkit._finding import Finding
+from shardkit._imported import Imported, Source
 from shardkit.errors import BackendNotFoundError, MissingLibraryError, PluginError
 
 if TYPE_CHECKING:
@@ -142,6 +143,29 @@ def diagnose(name: str) -> list[Finding]:
     return found
 
 
+def read_other(source: Source) -> Imported | None:
+    """Return what a backend's plugin reads of a checkpoint that isn't shardkit's; None if it is none of theirs.
+
+    A plugin that is broken is passed over: its checkpoints aren't known then.
+
+    Raises:
+        PluginError: what a plugin gives back isn't what was asked for.
+    """
+    for name in claims():
+        try:
+            claim = _claim(name)
+            plugin = _load(claim)
+        except PluginError:
+            continue
+        found = _only(plugin).shardkit_import(source=source)
+        if found is None:
+            continue
+        if not isinstance(found, Imported):
+            raise PluginError(f"shardkit_import of plugin {name!r} ({claim.origin}) returns Imported, not {found!r}")
+        return found
+    return None
+
+
 def require_library(backend: Backend) -> None:
     """Raise unless the backend's library can be imported and is recent enough; does not import it.
 
@@ -229,7 +253,7 @@ def _only(plugin: Any) -> Any:
         for other in manager.get_plugins()
         if other is not plugin and (manager.get_name(other) or "").startswith("backend ")
     ]
-    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_diagnose")
+    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_diagnose", "shardkit_import")
     return SimpleNamespace(**{hook: manager.subset_hook_caller(hook, remove_plugins=others) for hook in hooks})
 
 

@@ -268,6 +268,8 @@ def moved(states: list[dict[str, Any] | None], rank: int, world_size: int) -> di
     With another number of ranks each takes up an equal part of the micro-batches that all had used, as loaders give
     them that deal out one sequence in turn.
     """
+    if not states:
+        return None
     if len(states) == world_size or any(state is None for state in states):
         return states[rank] if len(states) == world_size else None
     known = [state for state in states if state is not None]

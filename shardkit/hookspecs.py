@@ -9,6 +9,7 @@ import pluggy
 from shardkit._backend import Backend
 from shardkit._engine import Engine
 from shardkit._finding import Finding
+from shardkit._imported import Imported, Source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,4 +42,13 @@ def shardkit_diagnose() -> list[Finding] | None:
 
     Must not import the library: it may be the library that is broken. Installed versions stand in
     ``importlib.metadata``.
+    """
+
+
+@hookspec(firstresult=True)
+def shardkit_import(source: Source) -> Imported | None:
+    """Read a checkpoint of the backend's library, for ``shardkit import``; None if the source is none. Optional.
+
+    Called without a process group, in one process. Must not import the library: a checkpoint comes in where it isn't
+    installed. Files are read with ``source.load``, which runs no code of theirs.
     """

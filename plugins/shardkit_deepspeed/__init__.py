@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit import Backend, Engine, Finding, Strategy, Variant, hookimpl
+from shardkit import Backend, Engine, Finding, Imported, Source, Strategy, Variant, hookimpl
 from shardkit_deepspeed._keys import TOP_LEVEL
 from shardkit_deepspeed._options import DeepSpeedOptions
 
@@ -71,3 +71,10 @@ def shardkit_diagnose() -> list[Finding]:
     from shardkit_deepspeed._diagnose import diagnose
 
     return diagnose()
+
+
+@hookimpl
+def shardkit_import(source: Source) -> Imported | None:
+    from shardkit_deepspeed._import import read
+
+    return read(source)

@@ -156,18 +156,16 @@ class _Report:
             ranks.append({**value, "differing": by_rank[rank]})
         for name, tensor in self.own.tensors.items():
             files.hold(RANKS, name, whole(tensor))
-        manifest = {
-            **_origin(training),
-            **counters,
-            "model": _described(training.model, training),
-            "optimizer": _optimizer(training, state, common),
-            "objects": {key.removeprefix("objects/"): value for key, value in common.items() if key[:8] == "objects/"},
-            "state": {key.removeprefix("state/"): value for key, value in common.items() if key[:6] == "state/"},
-            "extra": {key.removeprefix("extra/"): value for key, value in common.items() if key[:6] == "extra/"},
-            "ranks": ranks,
-            "metadata": {WEIGHTS: {"format": "pt", **aliases(training.model)}},
-        }
-        return Contents(manifest, files.own, files.specs, files.held)
+        described = manifest(
+            {**_origin(training), **counters},
+            model=described_model(training.model, list(training.shapes)),
+            optimizer=_optimizer(training, state, common),
+            objects={key.removeprefix("objects/"): value for key, value in common.items() if key[:8] == "objects/"},
+            state={key.removeprefix("state/"): value for key, value in common.items() if key[:6] == "state/"},
+            extra={key.removeprefix("extra/"): value for key, value in common.items() if key[:6] == "extra/"},
+            ranks=ranks,
+        )
+        return Contents(described, files.own, files.specs, files.held)
 
     def _state(self, training: Training, told: list[dict[str, Any]], files: _Files) -> dict[str, dict[str, Any]]:
         """Put the optimizer's state into its file, and return it by parameter and key."""
@@ -288,11 +286,35 @@ def _versions(training: Training) -> dict[str, str]:
     return found
 
 
-def _described(model: nn.Module, training: Training) -> dict[str, Any]:
+def manifest(
+    facts: Mapping[str, Any],
+    *,
+    model: dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    objects: dict[str, Any],
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a manifest, but for what is known only once the files are written. All values are encoded."""
+    return {
+        **facts,
+        "model": model,
+        "optimizer": optimizer,
+        "objects": objects,
+        "state": state,
+        "extra": extra,
+        "ranks": ranks,
+        "metadata": {WEIGHTS: {"format": "pt", **model["aliases"]}},
+    }
+
+
+def described_model(model: nn.Module, parameters: list[str]) -> dict[str, Any]:
+    """Return what a manifest says of a model."""
     kind = type(model)
     described: dict[str, Any] = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "parameters": list(training.shapes),
+        "parameters": parameters,
         "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
         "aliases": aliases(model),
     }

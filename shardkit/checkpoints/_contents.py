@@ -52,9 +52,12 @@ def whole(tensor: Tensor) -> Held:
     return Held(Spec(tensor.dtype, tuple(tensor.shape)), [(0, tensor)])
 
 
-def of_one_process(manifest: dict[str, Any], files: Mapping[str, Mapping[str, Tensor]]) -> Contents:
+def of_one_process(manifest: dict[str, Any], files: Mapping[str, Mapping[str, Tensor | Held]]) -> Contents:
     """Return contents that one process holds whole."""
-    held = {file: {name: whole(value) for name, value in tensors.items()} for file, tensors in files.items()}
+    held = {
+        file: {name: whole(value) if isinstance(value, Tensor) else value for name, value in tensors.items()}
+        for file, tensors in files.items()
+    }
     return Contents(
         manifest,
         held,

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""What schedules of torch's write into an optimizer's groups."""
+
 
 class Restored(NamedTuple):
     """What a checkpoint gives back beside what it has put into the session."""
@@ -112,7 +115,7 @@ class _Plan:
         own = {self._first.saved(name): tuple(shape) for name, shape in training.shapes.items()}
         own |= {self._first.saved(name): tuple(value.shape) for name, value in buffers(training.model).items()}
         found = {name: tuple(spec.shape) for name, spec in saved.items()}
-        _raise_unless_equal("the model", found, own)
+        raise_unless_equal("the model", found, own)
         for shard in self._weights:
             kind = saved[self._first.saved(shard.name)].dtype
             if not shard.rounded and not _keeps(kind, shard.values.dtype):
@@ -137,7 +140,18 @@ class _Plan:
         ]
         place = {name: number for number, group in enumerate(saved["groups"]) for name in group["parameters"]}
         shapes = {self._first.saved(name): tuple(shape) for name, shape in self._training.shapes.items()}
-        _raise_unless_equal(
+        if self._manifest.get("imported"):
+            _check_settings(saved, optimizer)
+            # Some libraries keep no frozen parameters in their groups, some do: they have no state.
+            frozen = {
+                self._first.saved(name)
+                for name, value in self._training.model.named_parameters()
+                if not value.requires_grad
+            } - set(saved["state"])
+            here = {name for group in groups for name in group}
+            groups = [[name for name in group if name in place or name not in frozen] for group in groups]
+            place = {name: number for name, number in place.items() if name in here or name not in frozen}
+        raise_unless_equal(
             "the optimizer",
             {name: shapes.get(name, ()) for name in place},
             {name: shapes[name] for group in groups for name in group},
@@ -378,6 +392,22 @@ def _groups(aliases: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
+def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise unless an optimizer knows the settings of one whose class isn't known.
+
+    Raises:
+        CheckpointError: names those that it doesn't.
+    """
+    known = {*optimizer.defaults, *(key for group in optimizer.param_groups for key in group)}
+    found = {key for group in saved["groups"] for key in group["settings"]}
+    unknown = sorted(found - known - _OF_SCHEDULES)
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint is of an optimizer with {', '.join(map(repr, unknown))}, which this session's "
+            f"{type(optimizer).__qualname__} doesn't have: prepare the session with the optimizer that wrote it"
+        )
+
+
 def _settings_of(
     number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -417,7 +447,13 @@ def _apply_settings(
         setattr(optimizer, name, value)
 
 
-def _raise_unless_equal(what: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]]) -> None:
+def raise_unless_equal(
+    what: str,
+    saved: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, tuple[int, ...]],
+    saved_words: str = "the checkpoint",
+    own_words: str = "this session",
+) -> None:
     """Raise unless both have the same names with the same shapes.
 
     Raises:
@@ -425,8 +461,8 @@ def _raise_unless_equal(what: str, saved: Mapping[str, tuple[int, ...]], own: Ma
     """
     told = []
     for names, words in (
-        (sorted(saved.keys() - own.keys()), "the checkpoint has {} that this session lacks"),
-        (sorted(own.keys() - saved.keys()), "this session has {} that the checkpoint lacks"),
+        (sorted(saved.keys() - own.keys()), f"{saved_words} has {{}} that {own_words} lacks"),
+        (sorted(own.keys() - saved.keys()), f"{own_words} has {{}} that {saved_words} lacks"),
     ):
         if names:
             shapes = {**saved, **own}
@@ -435,11 +471,11 @@ def _raise_unless_equal(what: str, saved: Mapping[str, tuple[int, ...]], own: Ma
             told.append(words.format(f"{listed}{more}"))
     differing = [name for name in saved if name in own and saved[name] != own[name]]
     if differing:
-        listed = ", ".join(f"{name!r} {saved[name]} in the checkpoint and {own[name]} here" for name in differing[:3])
+        listed = ", ".join(f"{name!r} {saved[name]} in {saved_words} and {own[name]} here" for name in differing[:3])
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         told.append(f"other shapes: {listed}{more}")
     if told:
-        raise CheckpointError(f"the checkpoint doesn't fit {what}: {'; '.join(told)}")
+        raise CheckpointError(f"{saved_words} doesn't fit {what}: {'; '.join(told)}")
 
 
 def _keeps(saved: torch.dtype, own: torch.dtype) -> bool:

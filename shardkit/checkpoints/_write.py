@@ -40,6 +40,8 @@ class Writer:
         self._layouts: dict[str, Layout] = {}
         self._share: dict[str, list[Part]] = {}
         self._held = contents.files
+        self._watch: Callable[[int, int], None] | None = None
+        self._written = 0
         for file, specs in contents.specs.items():
             if not specs:
                 continue
@@ -57,6 +59,10 @@ class Writer:
                 own = copied.setdefault(file, {}).setdefault(name, Held(held.spec, []))
                 own.runs.append((start, _elements(_flat(held, start, end), start, end).to("cpu", copy=True)))
         self._held = copied
+
+    def watch(self, watch: Callable[[int, int], None]) -> None:
+        """Have a function called with how many bytes of this rank's share are written, and how many there are."""
+        self._watch = watch
 
     def write(self, path: Path, processes: Agreeing, keep: int | None) -> None:
         """Write the checkpoint beside a path, and make it visible there. Collective.
@@ -116,6 +122,9 @@ class Writer:
                     data = memory_of(elements)
                     _write_at(descriptor, data, layout.places[name] + first * width)
                     extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
+                    if self._watch is not None:
+                        self._written += len(data)
+                        self._watch(self._written, self._size())
             os.fsync(descriptor)
         except OSError as error:
             error.filename = error.filename or str(path)
@@ -123,6 +132,13 @@ class Writer:
         finally:
             os.close(descriptor)
         return extents
+
+    def _size(self) -> int:
+        return sum(
+            (end - start) * self._layouts[file].specs[name].itemsize
+            for file, parts in self._share.items()
+            for name, start, end in parts
+        )
 
     def _publish(self, partial: Path, path: Path, extents: list[Extents], keep: int | None) -> None:
         files = {}
