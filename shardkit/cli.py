@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,67 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 
+@main.command("import")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--workload",
+    metavar="NAME|FILE.py[:FUNCTION]",
+    help="The model and the optimizer, as they were built when the source was written: they tell the names of the "
+    "optimizer's parameters where the source lists them by number.",
+)
+@click.option(
+    "--names",
+    metavar="FILE.json|order",
+    help="The names instead: a JSON list with a list of names for each group; or 'order', if each group was built in "
+    "the order of the model's own parameters.",
+)
+@click.option(
+    "--optimizer",
+    "optimizer_class",
+    metavar="CLASS",
+    help="The optimizer's class, such as AdamW: sessions with another then refuse the checkpoint.",
+)
+@click.option("--steps", type=click.IntRange(0), help="Steps that moved the weights, where the source doesn't say.")
+@click.option(
+    "--allow-pickle", is_flag=True, help="Let the source's files run code of their own: only for those that you trust."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+def import_(source: Path, directory: Path, workload: str | None, names: str | None, as_json: bool, **how: Any) -> None:
+    """Write a checkpoint of another library, SOURCE, as one of shardkit's into DIRECTORY.
+
+    SOURCE is a file that torch.save wrote, of a model's state dict or of a dictionary with the model's and the
+    optimizer's; a folder of torch.distributed.checkpoint; or what an installed plugin reads, such as a folder of its
+    library's checkpoints. Every strategy goes on from what is written, with any number of ranks (docs/import.md).
+
+    Exit code: 0 if it was written, 2 if the source can't be imported; nothing is written then.
+
+    Example: shardkit import run/global_step500 checkpoints
+    """
+    from shardkit import workloads
+    from shardkit.checkpoints import _import
+    from shardkit.checkpoints._names import read_names
+    from shardkit.tools.report import to_json
+
+    if names is not None:
+        how["names"] = read_names(names)
+    if workload is not None:
+        made = workloads.load(workload)
+        how |= {"model": made.model, "optimizer": made.optimizer}
+    with _ended_by_sigterm(), _bytes(f"import {source.name}") as progress:
+        found = _import.run(source, directory, progress=progress, **how)
+    if as_json:
+        click.echo(to_json({**found._asdict(), "path": str(found.path)}))
+        return
+    click.echo(f"wrote {found.path}: {found.kind}, after {found.step} steps, {found.weights} tensors of the model")
+    if found.names:
+        click.echo(f"the optimizer's state of {found.parameters} parameters; their names are from {found.names}")
+    else:
+        click.echo("no optimizer's state: only sessions without an optimizer load it")
+    for key in found.left_out:
+        click.echo(f"left out: {key!r}, which a checkpoint can't hold")
+
+
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end the ranks too, as Ctrl-C does."""
@@ -180,6 +241,20 @@ def _console() -> Console:
 
     # A pipe or a file has no width: rich's own guess of 80 columns would fold what needs no folding.
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+@contextlib.contextmanager
+def _bytes(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr, where that is a terminal, how much of something is written."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextlib.contextmanager

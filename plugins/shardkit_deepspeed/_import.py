@@ -509,8 +509,8 @@ def _like_flat(part: _Part, number: int, key: str) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 1 and value.numel() in (size, size + padding):
         return value
     raise CheckpointError(
-        f"the optimizer in {str(part.path)!r} keeps {key!r} in another shape than its flat tensors, so that nothing says "
-        "which parameter it belongs to: it can't be imported"
+        f"the optimizer in {str(part.path)!r} keeps {key!r} in another shape than its flat tensors, so that nothing "
+        "says which parameter it belongs to: it can't be imported"
     )
 
 
