@@ -31,25 +31,28 @@ STEP_KEYS = ("global_step", "global_steps", "num_updates")
 def load(path: Path | IO[bytes], known: Mapping[str, Callable[..., Any]], *, allow_pickle: bool) -> Any:
     """Return what ``torch.save`` wrote, on the CPU, mapped from the disk where the file allows."""
     name = str(path) if isinstance(path, Path) else str(getattr(path, "name", "a part of it"))
+    try:
+        archive = zipfile.is_zipfile(path)
+        if isinstance(path, Path):
+            path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"can't read {name!r}: {error.strerror}") from error
     # Files from before torch 1.6 can't be mapped.
-    mapped = isinstance(path, Path) and path.is_file() and zipfile.is_zipfile(path)
-    arguments: dict[str, Any] = {"map_location": "cpu", **({"mmap": True} if mapped else {})}
+    arguments: dict[str, Any] = {"map_location": "cpu", "mmap": archive and isinstance(path, Path)}
+    if not isinstance(path, Path):
+        path.seek(0)
     try:
         with torch.serialization.safe_globals([(stand_in, full) for full, stand_in in known.items()]):
             return torch.load(path, weights_only=True, **arguments)
-    except OSError as error:
-        raise CheckpointError(f"can't read {name!r}: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
-        wanted = _wanted(error)
+    except Exception as error:
+        wanted = _wanted(error, archive)
         if wanted is None:
-            raise CheckpointError(f"{name!r} is damaged, or no file of torch.save: {_first_line(error)}") from error
+            raise CheckpointError(f"{name!r} is damaged, or no file of torch.save: {_why(error)}") from error
         if not allow_pickle:
             raise CheckpointError(
                 f"{name!r} needs {wanted}, which could run code of the file's author: if you trust the file, allow it "
                 "with allow_pickle=True, or --allow-pickle on the command line"
             ) from error
-    except Exception as error:
-        raise CheckpointError(f"{name!r} is damaged, or no file of torch.save: {_first_line(error)}") from error
     try:
         if not isinstance(path, Path):
             path.seek(0)
@@ -57,7 +60,7 @@ def load(path: Path | IO[bytes], known: Mapping[str, Callable[..., Any]], *, all
             warnings.simplefilter("ignore")
             return torch.load(path, weights_only=False, **arguments)
     except Exception as error:
-        raise CheckpointError(f"{name!r} can't be read: {type(error).__name__}: {_first_line(error)}") from error
+        raise CheckpointError(f"{name!r} can't be read: {type(error).__name__}: {_why(error)}") from error
 
 
 def read(path: Path, content: Any) -> Imported:
@@ -190,24 +193,20 @@ def _only(
     return found[0] if found else None
 
 
-def _wanted(error: Exception) -> str | None:
-    text = str(error)
-    found = re.search(r"GLOBAL ([\w.]+) was not an allowed global", text) or re.search(
-        r"`([\w.]+)` (?:was|is) not an allowed", text
-    )
+def _wanted(error: Exception, archive: bool) -> str | None:
+    """Return what a file mentions beside tensors and plain values, from torch's words; None if it is damaged."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return None
+    found = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))
     if found:
         return found.group(1)
-    if "Unsupported operand" in text or "Unsupported class" in text or "unrecognized function" in text:
-        return "full pickle"
-    return (
-        "full pickle"
-        if "Can only" in text or "blocked" in text.lower() or "Trying to load unsupported" in text
-        else None
-    )
+    return "more than tensors and plain values" if archive else None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _why(error: Exception) -> str:
+    text = str(error).partition("WeightsUnpickler error:")
+    lines = (text[2] or text[0]).strip().splitlines()
+    return (lines or [type(error).__name__])[0].partition(". ")[0]
 
 
 def _listed(keys: Any) -> str:

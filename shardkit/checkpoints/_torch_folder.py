@@ -149,8 +149,8 @@ def _tidy(value: Any) -> Any:
         numbers = {str(one): one for group in found["param_groups"] for one in group.get("params", ())}
         # Keys that were numbers come back as strings.
         found["state"] = {numbers.get(str(key), key): entries for key, entries in state.items()}
-    if found and list(found) == list(range(len(found))):
-        return list(found.values())
+    if found and set(found) == set(range(len(found))):
+        return [found[number] for number in range(len(found))]
     return found
 
 

@@ -120,7 +120,7 @@ def fairscale(folder: Path) -> Result:
     _group()
     module = Odd(number=True)
     optimizer = OSS(groups(module), optim=torch.optim.AdamW, lr=0.01)
-    model = ShardedDataParallel(module, optimizer)
+    model = ShardedDataParallel(module, optimizer, reduce_buffer_size=0)
 
     def save() -> None:
         optimizer.consolidate_state_dict(recipient_rank=0)
