@@ -18,7 +18,7 @@ from shardkit._backend import Backend
 from shardkit._engine import Engine
 from shardkit._finding import Finding
 from shardkit._imported import Imported, Source
-from shardkit.errors import BackendNotFoundError, MissingLibraryError, PluginError
+from shardkit.errors import BackendNotFoundError, MissingLibraryError, PluginError, ShardkitError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -157,7 +157,13 @@ def read_other(source: Source) -> Imported | None:
             plugin = _load(claim)
         except PluginError:
             continue
-        found = _only(plugin).shardkit_import(source=source)
+        try:
+            found = _only(plugin).shardkit_import(source=source)
+        except ShardkitError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised by backend {name!r} ({claim.origin}), of {str(source.path)!r}")
+            raise
         if found is None:
             continue
         if not isinstance(found, Imported):

@@ -233,6 +233,8 @@ class _Part(NamedTuple):
     groups: list[Mapping[str, Any]]
     numbers: list[list[int]]
     """Which flat tensors belong to each group."""
+    dealt_out: bool
+    """Whether parameters lie in another order than in the optimizer's groups."""
 
 
 def _sharded(
@@ -307,8 +309,8 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _part(source: Source, path: Path, stage: int) -> _Part:
-    content = source.load(path, _KNOWN)
-    content = content.get("optimizer_state_dict") if isinstance(content, Mapping) else None
+    whole = source.load(path, _KNOWN)
+    content = whole.get("optimizer_state_dict") if isinstance(whole, Mapping) else None
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{str(path)!r} isn't of DeepSpeed: it has no 'optimizer_state_dict'")
     if content.get("ds_zero_partition_groups") is not None:
@@ -327,7 +329,10 @@ def _part(source: Source, path: Path, stage: int) -> _Part:
     if [number for own in numbers for number in own] != list(range(len(flats))):
         raise CheckpointError(f"{str(path)!r} has {len(flats)} flat tensors, and its groups list others")
     state = [inner["state"].get(number, {}) for number in range(len(flats))]
-    return _Part(path, content, list(flats), state, groups, numbers)
+    config = whole.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    dealt_out = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+    return _Part(path, content, list(flats), state, groups, numbers, dealt_out)
 
 
 def _check_alike(folder: Path, parts: Sequence[_Part]) -> None:
@@ -407,7 +412,8 @@ def _check_places(folder: Path, places: Mapping[str, _Place], parts: Sequence[_P
             )
         for rank, part in enumerate(parts):
             told = part.content.get("param_slice_mappings")
-            if told is None:
+            # With round_robin_gradients DeepSpeed writes them down in the order before it deals parameters out.
+            if told is None or part.dealt_out:
                 continue
             address = told[place.flat].get(name)
             own = [(start, size) for one, start, _, size in place.runs if one == rank]

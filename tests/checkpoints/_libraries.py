@@ -73,7 +73,9 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().float().clone() for name, value in model.named_parameters()}
 
 
-def deepspeed(folder: Path, cases: list[tuple[int, str, bool]]) -> dict[tuple[int, str, bool], Result]:
+def deepspeed(
+    folder: Path, cases: list[tuple[int, str, bool]], settings: dict[str, Any] | None = None
+) -> dict[tuple[int, str, bool], Result]:
     """Train with each stage and optimizer, in half precision or not, and save after two of four steps."""
     import deepspeed
 
@@ -83,7 +85,7 @@ def deepspeed(folder: Path, cases: list[tuple[int, str, bool]]) -> dict[tuple[in
         model, dtype = Odd(), torch.bfloat16 if half else torch.float32
         config = {
             "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size() if dist.is_initialized() else 1,
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **(settings or {})},
             "zero_allow_untested_optimizer": True,
             # Its own default is 1.
             "gradient_clipping": 0.0,

@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("libraries")
 
 
-def deepspeed_runs(folder: Path, cases: list[Case], processes: int) -> dict[Case, list[Any]]:
-    ranks = run(libraries.deepspeed, folder, cases, processes=processes)
+def deepspeed_runs(folder: Path, cases: list[Case], processes: int, **settings: Any) -> dict[Case, list[Any]]:
+    ranks = run(libraries.deepspeed, folder, cases, settings, processes=processes)
     return {case: [rank[case] for rank in ranks] for case in cases}
 
 
@@ -140,6 +140,15 @@ def test_deepspeeds_checkpoints_of_any_world_size_go_on_everywhere(
             go_on(path, ANYWHERE, expected[case], size, model="Odd", optimizer=optimizer)
 
 
+@pytest.mark.parametrize(("stage", "settings"), [(2, {"round_robin_gradients": True}), (3, {"sub_group_size": 20})])
+def test_deepspeeds_own_orders_of_parameters_are_followed(tmp_path: Path, stage: int, settings: dict[str, Any]) -> None:
+    pytest.importorskip("deepspeed")
+    case = (stage, "adamw", False)
+    expected = deepspeed_runs(tmp_path, [case], 2, **settings)
+    path = import_checkpoint(tmp_path / libraries.name_of(*case), tmp_path / "imported")
+    go_on(path, ("ddp",), expected[case], 2, model="Odd")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeeds_half_precision_goes_on_from_its_float32_masters(tmp_path: Path, stage: int) -> None:
@@ -159,10 +168,29 @@ def test_fairscales_consolidated_state_goes_on(fairscale: list[Any], folder: Pat
     go_on(path, ("ddp",), fairscale, 1, model="Odd with a number")
 
 
-@pytest.mark.parametrize("source", ["ddp.pt", "dcp", "dcp-flat", "dcp-numbers"])
+@pytest.mark.parametrize("source", ["ddp.pt", "dcp"])
 def test_torchs_own_checkpoints_go_on(ddp: list[Any], folder: Path, tmp_path: Path, source: str) -> None:
     path = import_checkpoint(folder / source, tmp_path, **built(number=True))
     go_on(path, ("ddp", "deepspeed:stage=3"), ddp, 2, model="Odd with a number")
+
+
+@pytest.mark.parametrize("source", ["dcp", "dcp-flat", "dcp-numbers"])
+def test_all_forms_of_torchs_folders_hold_what_its_file_does(
+    ddp: list[Any], folder: Path, tmp_path: Path, source: str
+) -> None:
+    contents = []
+    for one in ("ddp.pt", source):
+        path = import_checkpoint(folder / one, tmp_path / one, **built(number=True))
+        with Reader(path) as reader:
+            files = ("weights.safetensors", "optimizer.safetensors")
+            tensors = {(file, name): reader.read(file, name) for file in files for name in reader.specs(file)}
+            found = reader.manifest["optimizer"]
+            groups = [(sorted(group["parameters"]), sorted(group["settings"].items())) for group in found["groups"]]
+            contents.append((tensors, sorted(groups), found["state"], reader.manifest["step"]))
+    (tensors, *facts), (others, *other_facts) = contents
+    assert sorted(tensors) == sorted(others)
+    assert all(torch.equal(value, others[key]) for key, value in tensors.items())
+    assert facts == other_facts
 
 
 def test_a_folder_of_parameters_in_parts_goes_on(fsdp: list[Any], folder: Path, tmp_path: Path) -> None:
