@@ -140,6 +140,48 @@ def test_deepspeeds_checkpoints_of_any_world_size_go_on_everywhere(
             go_on(path, ANYWHERE, expected[case], size, model="Odd", optimizer=optimizer)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_without_dimensions_keeps_its_shape(
+    deepspeed: dict[Case, list[Any]], folder: Path, tmp_path: Path, stage: int
+) -> None:
+    # DeepSpeed 0.19.8 can't broadcast one at its start; earlier ones could.
+    shutil.copytree(folder / f"stage-{stage}-adamw" / "global_step2", tmp_path / "run")
+    for path in (tmp_path / "run").glob("*model_states.pt"):
+        content = torch.load(path)
+        content["param_shapes"][1]["scale"] = torch.Size([])
+        content["module"]["scale"] = content["module"]["scale"].reshape(()) if stage == 2 else torch.empty(0)
+        torch.save(content, path)
+    path = import_checkpoint(tmp_path / "run", tmp_path / "c")
+    expected = [
+        (losses, {**weights, "scale": weights["scale"].reshape(())})
+        for losses, weights in deepspeed[stage, "adamw", False]
+    ]
+    go_on(path, ("ddp",), expected, 2, model="Odd with a number")
+
+
+def test_deepspeeds_own_adams_count_steps_elsewhere_and_scale_losses(
+    deepspeed: dict[Case, list[Any]], folder: Path, tmp_path: Path
+) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    shutil.copytree(folder / "stage-1-adamw" / "global_step2", tmp_path / "run")
+    for path in (tmp_path / "run").glob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        state = content["optimizer_state_dict"]
+        state |= {
+            "loss_scaler": DynamicLossScaler(512.0, 2.0, 1000, 1.0, 1, False, dtype=torch.float16),
+            "dynamic_loss_scale": True,
+        }
+        for entries in state["base_optimizer_state"]["state"].values():
+            del entries["step"]
+        for group in state["base_optimizer_state"]["param_groups"]:
+            group |= {"step": 2, "bias_correction": True}
+        torch.save(content, path)
+    path = import_checkpoint(tmp_path / "run", tmp_path / "c")
+    assert json.loads((path / "checkpoint.json").read_text())["scaler"] == {"scale": 512.0, "growth_tracker": 0}
+    go_on(path, ("ddp",), deepspeed[1, "adamw", False], 2, model="Odd")
+
+
 @pytest.mark.parametrize(("stage", "settings"), [(2, {"round_robin_gradients": True}), (3, {"sub_group_size": 20})])
 def test_deepspeeds_own_orders_of_parameters_are_followed(tmp_path: Path, stage: int, settings: dict[str, Any]) -> None:
     pytest.importorskip("deepspeed")
@@ -618,6 +660,12 @@ def test_a_folder_of_torchs_that_is_not_whole_is_refused(fsdp: list[Any], folder
         (tmp_path / name / name).unlink()
         with pytest.raises(CheckpointError, match=message):
             import_checkpoint(tmp_path / name, tmp_path / "c")
+    shutil.copytree(folder / "fsdp", tmp_path / "inside" / "run")
+    shutil.copy(folder / "fsdp" / "__0_0.distcp", tmp_path / "inside" / "_0.distcp")
+    index = tmp_path / "inside" / "run" / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+    with pytest.raises(CheckpointError, match="points outside of it"):
+        import_checkpoint(tmp_path / "inside" / "run", tmp_path / "c")
     shutil.copytree(folder / "fsdp", tmp_path / "short")
     ruin("__0_0.distcp")(tmp_path / "short")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp' is damaged: it ends within"):
