@@ -187,9 +187,9 @@ class _Plan:
         self._files: dict[str, dict[str, Any]] = {WEIGHTS: {}, OPTIMIZER: {}, STATE: {}}
         for name, value in self.weights.items():
             self._files[WEIGHTS][name] = _held(value)
-        known = optimizer_class or found.optimizer_class
-        if known is None and optimizer is not None and found.optimizer is not None:
-            known = type(optimizer).__qualname__
+        known = optimizer_class
+        if known is None:
+            known = found.optimizer_class if optimizer is None else type(optimizer).__qualname__
         self.contents = of_one_process(self._manifest(model, known, source), self._files)
 
     def _follow(self, model: nn.Module) -> None:
@@ -244,7 +244,7 @@ class _Plan:
         found = self._found
         if found.steps is not None or found.optimizer is None:
             return found.steps or 0
-        counts = [entries.get("step") for entries in found.optimizer["state"].values()]
+        counts = [one.get("step") for one in found.optimizer["state"].values() if isinstance(one, Mapping)]
         numbers = [float(count) for count in counts if isinstance(count, int | float | torch.Tensor)]
         return int(max(numbers, default=0))
 
@@ -296,6 +296,8 @@ class _Plan:
             if key not in named.names:
                 raise CheckpointError(f"the optimizer's state has {key!r}, which none of its groups lists")
             name = named.names[key]
+            if not isinstance(entries, Mapping) or not all(isinstance(entry, str) for entry in entries):
+                raise CheckpointError(f"the optimizer's state of {name!r} isn't a dictionary of values by name")
             for entry, value in entries.items():
                 place = f"{name}/{entry}"
                 if hasattr(value, "shape"):

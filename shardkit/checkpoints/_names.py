@@ -136,10 +136,12 @@ def _said(
     }, origin
 
 
-def _known_shapes(state: Mapping[Any, Mapping[str, Any]], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
+def _known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
     """Return the shapes of those parameters whose state has tensors of the parameter's own shape."""
     found: dict[Any, Shape] = {}
     for key, entries in state.items():
+        if not isinstance(entries, Mapping):
+            continue
         shapes = {
             tuple(entries[name].shape) for name in _ELEMENTWISE & entries.keys() if hasattr(entries[name], "shape")
         }

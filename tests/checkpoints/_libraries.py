@@ -35,7 +35,7 @@ class Odd(nn.Module):
         self.register_buffer("shift", torch.randn(7))
 
     def forward(self, rows: Tensor) -> Tensor:
-        hidden = torch.tanh(self.norm(self.inp(rows) + self.shift))
+        hidden = torch.tanh(self.norm((self.inp(rows) + self.shift).to(self.norm.weight.dtype)))
         return self.out(hidden) * self.scale + self.tied(hidden).square() + self.frozen
 
 
@@ -241,6 +241,9 @@ def resumed(wanted: list[tuple[str, str, str, str, bool]]) -> list[Result]:
                     group["lr"] *= 0.5
                 losses.append(loss.item())
             weights = session.full_weights()
+        if half:
+            # As the library's own module has them.
+            weights = {name: value.bfloat16() for name, value in weights.items()}
         names = [name for name, _ in model.named_parameters()]
         found.append((losses, copy.deepcopy({name: weights[name] for name in names})))
     return found
