@@ -413,6 +413,26 @@ def test_a_class_that_is_not_known_still_refuses_an_optimizer_without_its_settin
         assert session.optimizer.param_groups[0]["lr"] == 1
 
 
+def test_a_frozen_parameter_may_be_in_the_sessions_optimizer_or_not_and_a_trained_one_must(tmp_path: Path) -> None:
+    def half_frozen() -> Same:
+        model = Same()
+        model.a.weight.requires_grad_(False)
+        return model
+
+    model = half_frozen()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    path = import_checkpoint(
+        saved(tmp_path / "run.pt", trained(model, optimizer), optimizer), tmp_path / "c", names="order"
+    )
+    expected = trained(model, optimizer, first=2)
+    without = half_frozen()
+    goes_on(path, without, torch.optim.Adam(without.b.parameters(), lr=0.01), expected)
+    lacking = half_frozen()
+    refused = pytest.raises(CheckpointError, match=r"the checkpoint has 'b.weight' \(4, 4\) that this session lacks")
+    with shardkit.prepare(lacking, torch.optim.Adam(lacking.a.parameters()), "ddp") as session, refused:
+        session.load(path)
+
+
 # Files of torch.save.
 
 
