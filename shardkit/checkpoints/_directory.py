@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import time
 from pathlib import Path
 from typing import Any, final
 
-from shardkit.checkpoints._manifest import MANIFEST, read_manifest
+from shardkit.checkpoints._manifest import MANIFEST
 from shardkit.errors import CheckpointError, StateError
 
 PARTIAL = ".partial-"
 _DISCARDED = ".discarded-"
 _LOCK = ".lock"
+_LAST = 2**62
 _LOCK_SECONDS = 30
 """How long to wait for another job's lock: a job that was killed and started again may find its own for a while."""
 
@@ -160,13 +162,13 @@ def publish(partial: Path, path: Path, manifest: dict[str, Any], keep: int | Non
 def _number(path: Path) -> int | None:
     """Return which save of its directory a checkpoint is; the last of all where its manifest can't be read."""
     try:
-        number = read_manifest(path, verify=False)["number"]
-        return int(number)
-    except CheckpointError:
-        # It must be found by who loads the last one, to hear of the damage.
-        return int(1e18) if (path / MANIFEST).is_file() else None
-    except (KeyError, TypeError, ValueError):
-        return int(1e18)
+        with (path / MANIFEST).open("rb") as file:
+            # It stands at the beginning: manifests of large models are long, and there may be many.
+            found = re.match(rb'\{"format":\d+,"number":(\d+),', file.read(100))
+    except OSError:
+        return None
+    # Of a damaged one it must be heard when the last is loaded.
+    return _LAST if found is None else int(found[1])
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:
