@@ -28,11 +28,9 @@ class Order:
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._device = device
+        self._arrived: list[int] | None
         # Before the first backward: about the order of a backward.
-        self._order = list(range(count - 1, -1, -1))
-        self._arrived: list[int] | None = []
-        self._ready = bytearray(count)
-        self._next = 0
+        self.learn(None)
 
     def arrive(self, index: int, release: Release) -> bool:
         """Take a gradient that is complete; false if the parameter's gradient had come before in this backward."""
@@ -60,6 +58,17 @@ class Order:
         if self._arrived is not None:
             self._order = self._agreed(self._arrived)
             self._arrived = None
+        self.restart()
+
+    @property
+    def learned(self) -> list[int] | None:
+        """The order that was learned; None before the first backward."""
+        return None if self._arrived is not None else list(self._order)
+
+    def learn(self, order: list[int] | None) -> None:
+        """Take up an order, the same on every rank; None: that of the next backward."""
+        self._arrived = [] if order is None else None
+        self._order = list(range(self._count - 1, -1, -1)) if order is None else order
         self.restart()
 
     def restart(self) -> None:

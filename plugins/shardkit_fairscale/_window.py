@@ -87,6 +87,25 @@ class Agreement:
         finite = not counts[_NONFINITE] if norm is None else bool(norm.isfinite())
         return Window(finite, norm, used, beyond)
 
+    def learned(self) -> list[str] | None:
+        """Return the order of reductions, by name; None before the first window has shown it."""
+        return None if self._guessed else [self._names[parameter] for parameter in self._reducer.schedule]
+
+    def learn(self, order: list[str] | None) -> None:
+        """Take up what another agreement has learned, the same on every rank."""
+        trainable = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
+        self._guessed = order is None
+        schedule = trainable
+        if order is not None:
+            named = {self._names[parameter]: parameter for parameter in trainable}
+            # What isn't used isn't in it, and is averaged once it is.
+            schedule = [named[name] for name in order if name in named]
+        self._reducer.reorder(schedule)
+        # What was frozen or thawed since the last window is yet to be found.
+        known = self._trainable
+        self._follow()
+        self._trainable = known
+
     def _exchange(self, changed: bool = False, uneven: int = 0, wrong: int = 0) -> tuple[list[float], Tensor]:
         """Add up the counts of all ranks, and put the norms of all gradients together."""
         gradients = [parameter.grad for parameter in self._own if parameter.grad is not None]
