@@ -28,9 +28,11 @@ class Order:
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._device = device
-        self._arrived: list[int] | None
         # Before the first backward: about the order of a backward.
-        self.learn(None)
+        self._order = list(range(count - 1, -1, -1))
+        self._arrived: list[int] | None = []
+        self._ready = bytearray(count)
+        self._next = 0
 
     def arrive(self, index: int, release: Release) -> bool:
         """Take a gradient that is complete; false if the parameter's gradient had come before in this backward."""

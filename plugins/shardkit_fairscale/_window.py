@@ -55,6 +55,7 @@ class Agreement:
         self._own = shard.owned
         self._place = {parameter: place for place, parameter in enumerate(shard.optimized)}
         self._places = torch.tensor([_COUNTS + self._place[parameter] for parameter in self._own], device=self._device)
+        self._trainable: list[bool] = []
         self._follow()
         # What is used, and in which order, the first window shows.
         self._guessed = True

@@ -16,6 +16,9 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardkit
+from shardkit.checkpoints import latest
+from shardkit.checkpoints._contents import OPTIMIZER, WEIGHTS
+from shardkit.checkpoints._read import Reader
 
 ROWS = 12
 """Of a global batch, however many ranks share it."""
@@ -171,7 +174,12 @@ def begin(jobs: Sequence[Job], folder: Path, noisy: bool = False, go_on: bool = 
 
 
 def resume(
-    job: Job, sources: Sequence[Path], noisy: bool = False, backwards: bool = True, copies: Path | None = None
+    job: Job,
+    sources: Sequence[Path],
+    copies: Path | None = None,
+    *,
+    noisy: bool = False,
+    backwards: bool = True,
 ) -> list[Trace]:
     """Go on from each of these checkpoints, one after another, in one session that begins from other values.
 
@@ -187,17 +195,46 @@ def resume(
         for number, source in enumerate(sources):
             session.load(source, objects={"schedule": schedule})
             if copies is not None:
-                session.save(copies / f"{source.name} {number}", objects={"schedule": schedule})
+                session.save(copy_of(copies, job, number), objects={"schedule": schedule})
             traces.append(train(session, schedule, session.steps, AFTER))
     return traces
 
 
-def resume_each(jobs: Sequence[tuple[Job, Sequence[Path]]], **settings: Any) -> list[list[Trace]]:
-    """Go on from checkpoints under one strategy after another."""
-    return [resume(job, sources, **settings) for job, sources in jobs]
+def copy_of(copies: Path, job: Job, number: int) -> Path:
+    """Return where a run saves again what it went on from."""
+    return copies / f"{job[0]} {job[1]} from {number}".replace("=", "-")
+
+
+def resume_each(
+    jobs: Sequence[tuple[Job, Sequence[Path]]], copies: Path | None = None, exactly: bool = False
+) -> list[list[Trace]]:
+    """Go on from checkpoints under one strategy after another; ``exactly`` as they would have, noise and order too."""
+    return [resume(job, sources, copies, noisy=exactly, backwards=not exactly) for job, sources in jobs]
 
 
 def _clear() -> None:
     # A library that collects garbage at each start need not walk through what earlier sessions left.
     gc.collect()
     gc.freeze()
+
+
+def contents(path: Path) -> dict[str, Tensor]:
+    """Return the weights and the optimizer's state that a checkpoint holds, a tied parameter under one name."""
+    found = {}
+    with Reader(latest(path) or path) as reader:
+        for file in (WEIGHTS, OPTIMIZER):
+            for name in reader.specs(file):
+                found[f"{file}: {name.replace('third.weight', 'second.weight')}"] = reader.read(file, name)
+    return found
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Return the settings of each parameter that a checkpoint holds: the optimizer's, and the schedule's base rate."""
+    with Reader(latest(path) or path) as reader:
+        held = reader.manifest
+    found = {}
+    for number, group in enumerate(held["optimizer"]["groups"]):
+        for name in group["parameters"]:
+            base = held["objects"]["schedule"]["base_lrs"][number]
+            found[name.replace("third.weight", "second.weight")] = {**group["settings"], "base": base}
+    return found
