@@ -162,7 +162,7 @@ def begin(jobs: Sequence[Job], folder: Path, noisy: bool = False, go_on: bool = 
     """Start runs, one after another, and save each; return how each goes on if nothing interrupts it, where wanted."""
     traces = []
     for strategy, optimizer in jobs:
-        _clear()
+        clear()
         model, stepper, rates = built(optimizer, noisy=noisy)
         torch.manual_seed(7)
         with shardkit.prepare(model, stepper, strategy) as session:
@@ -185,7 +185,7 @@ def resume(
 
     ``copies`` is where each is saved again before the session goes on.
     """
-    _clear()
+    clear()
     strategy, optimizer = job
     model, stepper, rates = built(optimizer, seed=1, backwards=backwards, noisy=noisy)
     torch.manual_seed(8)
@@ -212,7 +212,8 @@ def resume_each(
     return [resume(job, sources, copies, noisy=exactly, backwards=not exactly) for job, sources in jobs]
 
 
-def _clear() -> None:
+def clear() -> None:
+    """Leave the garbage of earlier sessions to itself."""
     # A library that collects garbage at each start need not walk through what earlier sessions left.
     gc.collect()
     gc.freeze()
