@@ -109,9 +109,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Trace:
-    """What a run came to on one rank: its losses, and at the end the whole weights, on rank 0."""
+    """What a run came to on one rank: its losses, and at the end the loss scale and, on rank 0, the whole weights."""
 
     losses: list[float] = field(default_factory=list)
+    scale: tuple[float, int] | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -137,12 +138,14 @@ def train(session: shardkit.Session, schedule: LambdaLR, first: int, steps: int)
     """Train on this rank's part of each global batch."""
     trace = Trace()
     for step in range(first, first + steps):
-        rows, wanted = (part[session.rank :: session.world_size] for part in batch(step))
-        loss = mse_loss(session.model(rows), wanted)
-        session.backward(loss)
-        assert session.step()
-        schedule.step()
-        trace.losses.append(loss.item())
+        own = [part[session.rank :: session.world_size] for part in batch(step)]
+        for rows, wanted in zip(*(part.chunk(session.strategy.accumulate) for part in own), strict=True):
+            loss = mse_loss(session.model(rows), wanted)
+            session.backward(loss)
+            if session.step():
+                schedule.step()
+            trace.losses.append(loss.item())
+    trace.scale = None if session.scaler is None else (session.scaler.scale, session.scaler.growth_tracker)
     weights = session.full_weights()
     if session.rank == 0:
         trace.weights = weights
@@ -196,7 +199,7 @@ def resume(
             session.load(source, objects={"schedule": schedule})
             if copies is not None:
                 session.save(copy_of(copies, job, number), objects={"schedule": schedule})
-            traces.append(train(session, schedule, session.steps, AFTER))
+            traces.append(train(session, schedule, session.steps + session.skipped_steps, AFTER))
     return traces
 
 

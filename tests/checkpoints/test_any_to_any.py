@@ -68,6 +68,37 @@ def test_in_fresh_processes_the_next_losses_and_weights_have_the_same_bits(
     assert not compare.differing_bits(found[0].weights, wanted[0].weights)
 
 
+HALVES = [
+    "ddp:precision=fp16,loss_scale=1e6,loss_scale_window=2",
+    "fairscale:precision=fp16,loss_scale=1e6,loss_scale_window=2,accumulate=2",
+    "fairscale:shard=optimizer,precision=bf16,accumulate=2,max_grad_norm=0.5",
+    "deepspeed:stage=0,accumulate=2,max_grad_norm=0.5",
+    "deepspeed:stage=1,precision=bf16,half_weights=true,accumulate=2",
+    "deepspeed:stage=2,precision=bf16,half_weights=true,accumulate=2",
+    "deepspeed:stage=2,precision=fp16,loss_scale=1e6,loss_scale_window=2,offload_optimizer=cpu",
+    "deepspeed:stage=3,precision=bf16,half_weights=true,accumulate=2",
+    "deepspeed:stage=3,precision=fp16,loss_scale=1e6,loss_scale_window=2,accumulate=2",
+]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_in_other_precisions_and_windows_too_they_have_the_same_bits(
+    half: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    jobs = tuple((one, "AdamW") for (one,) in _ahead.selected(request.session, request.function, "half"))
+    wanted, found = (
+        ranks[half, "AdamW"] for ranks in interrupted(jobs, 3, tmp_path_factory.getbasetemp() / "in halves")
+    )
+    for rank in range(3):
+        assert found[rank].losses == wanted[rank].losses
+        assert found[rank].scale == wanted[rank].scale
+    assert not compare.differing_bits(found[0].weights, wanted[0].weights)
+    if "fp16" in half:
+        # Neither where it began nor where a fresh one would be by now.
+        assert wanted[0].scale is not None
+        assert wanted[0].scale[0] < 1e6
+
+
 Traces = dict[Job, list[Trace]]
 
 
