@@ -89,19 +89,19 @@ class Agreement:
         return Window(finite, norm, used, beyond)
 
     def learned(self) -> list[str] | None:
-        """Return the order of reductions, by name; None before the first window has shown it."""
-        return None if self._guessed else [self._names[parameter] for parameter in self._reducer.schedule]
+        """Return what is reduced, by name and in order; None before the first window has shown it."""
+        unknown = self._guessed and self._reducer.sharded
+        return None if unknown else [self._names[parameter] for parameter in self._reducer.schedule]
 
     def learn(self, order: list[str] | None) -> None:
-        """Take up what another agreement has learned, the same on every rank."""
-        trainable = [parameter for parameter in reversed(self._parameters) if parameter.requires_grad]
-        self._guessed = order is None
-        schedule = trainable
-        if order is not None:
-            named = {self._names[parameter]: parameter for parameter in trainable}
+        """Take up what another agreement has learned, the same on every rank. Collective."""
+        self._guessed = order is None or not self._reducer.sharded
+        if order is None:
+            self._reducer.recall([value for value in reversed(self._parameters) if value.requires_grad])
+        else:
+            named = {name: parameter for parameter, name in self._names.items()}
             # What isn't used isn't in it, and is averaged once it is.
-            schedule = [named[name] for name in order if name in named]
-        self._reducer.reorder(schedule)
+            self._reducer.recall([named[name] for name in order if name in named])
         # What was frozen or thawed since the last window is yet to be found.
         known = self._trainable
         self._follow()

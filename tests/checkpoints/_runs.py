@@ -161,8 +161,13 @@ def place(folder: Path, job: Job, world_size: int) -> Path:
     return folder / f"{job[0]} {job[1]} {world_size}".replace("=", "-")
 
 
-def begin(jobs: Sequence[Job], folder: Path, noisy: bool = False, go_on: bool = False) -> list[Trace]:
-    """Start runs, one after another, and save each; return how each goes on if nothing interrupts it, where wanted."""
+def begin(
+    jobs: Sequence[Job], folder: Path, noisy: bool = False, go_on: bool = False, freezing: bool = False
+) -> list[Trace]:
+    """Start runs, one after another, and save each; return how each goes on if nothing interrupts it, where wanted.
+
+    ``freezing`` freezes a layer before the last step.
+    """
     traces = []
     for strategy, optimizer in jobs:
         clear()
@@ -170,7 +175,9 @@ def begin(jobs: Sequence[Job], folder: Path, noisy: bool = False, go_on: bool = 
         torch.manual_seed(7)
         with shardkit.prepare(model, stepper, strategy) as session:
             schedule = LambdaLR(session.optimizer, rates)
-            train(session, schedule, 0, BEFORE)
+            train(session, schedule, 0, BEFORE - 1)
+            model.first.requires_grad_(not freezing)
+            train(session, schedule, BEFORE - 1, 1)
             session.save(place(folder, (strategy, optimizer), session.world_size), objects={"schedule": schedule})
             traces.append(train(session, schedule, BEFORE, AFTER if go_on else 0))
     return traces
@@ -183,6 +190,7 @@ def resume(
     *,
     noisy: bool = False,
     backwards: bool = True,
+    freezing: bool = False,
 ) -> list[Trace]:
     """Go on from each of these checkpoints, one after another, in one session that begins from other values.
 
@@ -197,6 +205,8 @@ def resume(
         schedule = LambdaLR(session.optimizer, rates)
         for number, source in enumerate(sources):
             session.load(source, objects={"schedule": schedule})
+            # Now, since DeepSpeed has no place for the state of what was frozen at prepare.
+            model.first.requires_grad_(not freezing)
             if copies is not None:
                 session.save(copy_of(copies, job, number), objects={"schedule": schedule})
             traces.append(train(session, schedule, session.steps + session.skipped_steps, AFTER))
@@ -209,10 +219,14 @@ def copy_of(copies: Path, job: Job, number: int) -> Path:
 
 
 def resume_each(
-    jobs: Sequence[tuple[Job, Sequence[Path]]], copies: Path | None = None, exactly: bool = False
+    jobs: Sequence[tuple[Job, Sequence[Path]]],
+    copies: Path | None = None,
+    exactly: bool = False,
+    freezing: bool = False,
 ) -> list[list[Trace]]:
     """Go on from checkpoints under one strategy after another; ``exactly`` as they would have, noise and order too."""
-    return [resume(job, sources, copies, noisy=exactly, backwards=not exactly) for job, sources in jobs]
+    settings: dict[str, Any] = {"noisy": exactly, "backwards": not exactly, "freezing": freezing}
+    return [resume(job, sources, copies, **settings) for job, sources in jobs]
 
 
 def clear() -> None:

@@ -68,6 +68,20 @@ def test_in_fresh_processes_the_next_losses_and_weights_have_the_same_bits(
     assert not compare.differing_bits(found[0].weights, wanted[0].weights)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_where_a_layer_was_frozen_meanwhile_too_they_have_the_same_bits(
+    size: int, strategy: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    selected = _ahead.selected(request.session, request.function, "strategy", "size")
+    jobs = tuple((one, "SGD") for one, other in selected if other == size)
+    folder = tmp_path_factory.getbasetemp() / "freezing"
+    wanted, found = (ranks[strategy, "SGD"] for ranks in interrupted(jobs, size, folder, True))
+    for rank in range(size):
+        assert found[rank].losses == wanted[rank].losses
+    assert not compare.differing_bits(found[0].weights, wanted[0].weights)
+
+
 HALVES = [
     "ddp:precision=fp16,loss_scale=1e6,loss_scale_window=2",
     "fairscale:precision=fp16,loss_scale=1e6,loss_scale_window=2,accumulate=2",
@@ -103,14 +117,13 @@ Traces = dict[Job, list[Trace]]
 
 
 @cache
-def interrupted(jobs: tuple[Job, ...], size: int, folder: Path) -> tuple[Traces, Traces]:
+def interrupted(jobs: tuple[Job, ...], size: int, folder: Path, freezing: bool = False) -> tuple[Traces, Traces]:
     """Return each rank's trace, by job, of runs that were never interrupted, and of those that went on from a save."""
-    through = run(begin, jobs, folder, True, True, processes=size, timeout=600)
+    through = run(begin, jobs, folder, True, True, freezing, processes=size, timeout=600)
     # In another order, so that nothing that a process learns from one session helps the next.
     back = [(job, [place(folder, job, size)]) for job in reversed(jobs)]
-    again = [
-        [one for (one,) in ranks][::-1] for ranks in run(resume_each, back, None, True, processes=size, timeout=600)
-    ]
+    ranks = run(resume_each, back, None, True, freezing, processes=size, timeout=600)
+    again = [[one for (one,) in rank][::-1] for rank in ranks]
     return by_job(jobs, through), by_job(jobs, again)
 
 

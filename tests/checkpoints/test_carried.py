@@ -26,9 +26,9 @@ from torch.optim.lr_scheduler import (
 )
 
 import shardkit
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, UnsupportedError
 from shardkit.testing import run
-from tests.cases._models import W, batch, mlp, sgd, step, train
+from tests.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
 
 # Values of the user's own.
 
@@ -383,3 +383,38 @@ def test_half_weights_leave_and_come_with_their_float32_masters(stage: int, tmp_
         session.load(tmp_path / "whole")
         assert all(torch.equal(value, weights[name]) for name, value in session.full_weights().items())
         assert all(torch.equal(value, after[name]) for name, value in train(session, steps=1, first=2).items())
+
+
+class Tiring(SGD):
+    """SGD that counts its steps, in its groups and by itself, and takes smaller ones."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.turns = 0
+        for group in self.param_groups:
+            group["turns"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.turns += 1
+        for group in self.param_groups:
+            group["turns"] += 1
+            for value in group["params"]:
+                if value.grad is not None:
+                    value.sub_(value.grad, alpha=group["lr"] / self.turns / group["turns"])
+
+
+def test_what_an_optimizer_counts_by_itself_goes_on(strategy: str, tmp_path: Path) -> None:
+    model, other, reference = mlp(), mlp(seed=1), mlp()
+    if "deepspeed" in strategy and "stage=0" not in strategy:
+        # It would step with pieces, each of which counts for itself.
+        with pytest.raises(UnsupportedError, match="changes its own 'turns' at each step"):
+            shardkit.prepare(model, Tiring(model.parameters(), lr=0.5), strategy)
+        return
+    with shardkit.prepare(model, Tiring(model.parameters(), lr=0.5), strategy) as session:
+        train(session, steps=2)
+        session.save(tmp_path)
+    with shardkit.prepare(other, Tiring(other.parameters(), lr=0.5), strategy) as session:
+        session.load(tmp_path)
+        weights = train(session, steps=2, first=2)
+    assert_close(weights, train_alone(reference, Tiring(reference.parameters(), lr=0.5), steps=4, parts=1))
