@@ -1,4 +1,4 @@
-"""Under ``torchrun --max-restarts`` a run that is killed goes on from its last checkpoint, and ends with the same bits."""
+"""Under ``torchrun --max-restarts`` a killed run goes on from its last checkpoint, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ restarted(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
 """
 
 Death = tuple[int, int, str, int]
-"""Which rank dies at which step, at which moment of its save or before its backward, those of its kind before counted."""
+"""Which rank dies at which step: before its backward, or at a moment of its save, of which those of its kind count."""
 
 
 def digest(values: dict[str, torch.Tensor]) -> str:
@@ -73,13 +73,16 @@ def trains(strategy: str, folder: Path, death: Death | None) -> tuple[int, str]:
                 if session.step():
                     schedule.step()
                 if mine and death is not None:
-                    with watched(Fate(death[2], death[3], die)):
+                    with watched(Fate(death[2], death[3], "", die)):
                         session.save(folder, objects=objects, state={"seen": seen}, wait=session.steps % 3 != 0)
                         session.save(folder, objects=objects, state={"seen": seen})
                     die()
                 session.save(folder, objects=objects, state={"seen": seen}, wait=session.steps % 3 != 0)
         assert session.steps == STEPS
-        told = {**session.full_weights(), "schedule": torch.tensor([*schedule.get_last_lr(), seen], dtype=torch.float64)}
+        told = {
+            **session.full_weights(),
+            "schedule": torch.tensor([*schedule.get_last_lr(), seen], dtype=torch.float64),
+        }
     return begun, digest(told)
 
 
