@@ -17,10 +17,10 @@ from shardkit._processes import Alone
 from shardkit.checkpoints import _directory, _torch_file, _torch_folder
 from shardkit.checkpoints._capture import described_model, manifest
 from shardkit.checkpoints._contents import OPTIMIZER, STATE, WEIGHTS, Held, encoded, of_one_process
+from shardkit.checkpoints._fit import raise_unless_equal
 from shardkit.checkpoints._layout import Spec
 from shardkit.checkpoints._manifest import MANIFEST
 from shardkit.checkpoints._names import Named, checked_names, name_parameters
-from shardkit.checkpoints._restore import raise_unless_equal
 from shardkit.checkpoints._training import aliases, buffers, settings
 from shardkit.checkpoints._write import Writer, together
 from shardkit.errors import CheckpointError, InputError
@@ -139,7 +139,7 @@ def read(source: Source) -> Imported:
     path = source.path
     if not path.exists():
         raise CheckpointError(f"there is nothing to import at {str(path)!r}")
-    if _directory.holds_one(path):
+    if (path / MANIFEST).is_file() or _directory.latest(path) is not None:
         raise CheckpointError(f"{str(path)!r} holds a checkpoint of shardkit already: load it as it is")
     found = _registry.read_other(source)
     if found is not None:

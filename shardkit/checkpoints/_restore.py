@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardkit._random import set_random_state
 from shardkit.checkpoints._contents import OPTIMIZER, RANKS, STATE, WEIGHTS
+from shardkit.checkpoints._fit import check_settings, keeps, raise_unless_equal
 from shardkit.checkpoints._read import Reader
 from shardkit.checkpoints._schedules import regrouped
 from shardkit.checkpoints._share import Part
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from shardkit._engine import Shard
 
 T = TypeVar("T")
-
-_OF_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-"""What schedules of torch's write into an optimizer's groups."""
 
 
 class Restored(NamedTuple):
@@ -127,7 +125,7 @@ class _Plan:
         kinds |= {name: value.dtype for name, value in buffers(training.model).items()}
         for name, kind in kinds.items():
             before = saved[self._first.saved(name)].dtype
-            if not _keeps(before, kind):
+            if not keeps(before, kind):
                 raise CheckpointError(
                     f"{name!r} is of {before} in the checkpoint and of {kind} here, which would lose digits: give the "
                     "model the dtype that it was saved with"
@@ -150,7 +148,7 @@ class _Plan:
         place = {name: number for number, group in enumerate(saved["groups"]) for name in group["parameters"]}
         shapes = {self._first.saved(name): tuple(shape) for name, shape in self._training.shapes.items()}
         if self._manifest.get("imported"):
-            _check_settings(saved, optimizer)
+            check_settings(saved, optimizer)
             # Some libraries keep no frozen parameters in their groups, some do: they have no state.
             frozen = {
                 self._first.saved(name)
@@ -432,22 +430,6 @@ def _groups(aliases: Mapping[str, str]) -> dict[str, set[str]]:
     return found
 
 
-def _check_settings(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise unless an optimizer knows the settings of one whose class isn't known.
-
-    Raises:
-        CheckpointError: names those that it doesn't.
-    """
-    known = {*optimizer.defaults, *(key for group in optimizer.param_groups for key in group)}
-    found = {key for group in saved["groups"] for key in group["settings"]}
-    unknown = sorted(found - known - _OF_SCHEDULES)
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint is of an optimizer with {', '.join(map(repr, unknown))}, which this session's "
-            f"{type(optimizer).__qualname__} doesn't have: prepare the session with the optimizer that wrote it"
-        )
-
-
 def _settings_of(
     number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -494,51 +476,3 @@ def _apply_settings(
                 group[key] = value.clone() if isinstance(value, Tensor) else value
     for name, value in decode(held, dict(tensors)).items():
         setattr(optimizer, name, value)
-
-
-def raise_unless_equal(
-    what: str,
-    saved: Mapping[str, tuple[int, ...]],
-    own: Mapping[str, tuple[int, ...]],
-    saved_words: str = "the checkpoint",
-    own_words: str = "this session",
-) -> None:
-    """Raise unless both have the same names with the same shapes.
-
-    Raises:
-        CheckpointError: with up to three names of each kind, and how many there are.
-    """
-    told = []
-    for names, words in (
-        (sorted(saved.keys() - own.keys()), f"{saved_words} has {{}} that {own_words} lacks"),
-        (sorted(own.keys() - saved.keys()), f"{own_words} has {{}} that {saved_words} lacks"),
-    ):
-        if names:
-            shapes = {**saved, **own}
-            listed = ", ".join(f"{name!r} {shapes[name]}" for name in names[:3])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told.append(words.format(f"{listed}{more}"))
-    differing = [name for name in saved if name in own and saved[name] != own[name]]
-    if differing:
-        listed = ", ".join(f"{name!r} {saved[name]} in {saved_words} and {own[name]} here" for name in differing[:3])
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        told.append(f"other shapes: {listed}{more}")
-    if told:
-        raise CheckpointError(f"{saved_words} doesn't fit {what}: {'; '.join(told)}")
-
-
-def _keeps(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return whether every number of one dtype is one of the other, too."""
-    if saved == own:
-        return True
-    try:
-        wider = torch.promote_types(saved, own) is own
-    except RuntimeError:
-        # Torch promotes no floats of 8 bits and no unsigned integers of more.
-        return False
-    # An integer has no more digits than another one that it is promoted to; a float may.
-    return wider and (_has_fraction(saved) or not _has_fraction(own))
-
-
-def _has_fraction(kind: torch.dtype) -> bool:
-    return kind.is_floating_point or kind.is_complex
