@@ -453,3 +453,14 @@ def test_groups_of_equal_settings_may_be_split_and_joined(cuts: Any, tmp_path: P
         reference(batch(index, 0)).square().mean().backward()
         plain.step()
     assert_close(weights, dict(reference.state_dict()))
+
+
+def test_groups_of_other_bounds_are_not_joined(tmp_path: Path) -> None:
+    model, other = mlp(), mlp(seed=1)
+    with shardkit.prepare(model, in_groups(model, 1), "ddp") as session:
+        schedule = ReduceLROnPlateau(session.optimizer, min_lr=[0.01, 0.02])
+        session.save(tmp_path, objects={"schedule": schedule})
+    with shardkit.prepare(other, in_groups(other), "ddp") as session:
+        schedule = ReduceLROnPlateau(session.optimizer, min_lr=0.01)
+        with pytest.raises(CheckpointError, match="object 'schedule' keeps 'min_lrs', one value for each of 2 groups"):
+            session.load(tmp_path, objects={"schedule": schedule})
