@@ -85,9 +85,11 @@ class Writer:
             )
         partial.mkdir()
         for file, layout in self._layouts.items():
-            with (partial / file).open("wb") as opened:
+            with _directory.naming(partial / file), (partial / file).open("wb") as opened:
                 opened.write(layout.header)
                 opened.truncate(layout.size)
+                # Here, since the ranks that write elements sync their own on their own hosts.
+                os.fsync(opened.fileno())
 
     def _write_share(self, partial: Path) -> Extents:
         if not partial.is_dir():
@@ -103,8 +105,8 @@ class Writer:
         parts = self._share[file]
         if not parts:
             return extents
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
+        with _directory.naming(path), open(path, "r+b", buffering=0) as opened:
+            descriptor = opened.fileno()
             for name, start, end in parts:
                 held, width = self._held[file][name], layout.specs[name].itemsize
                 run = _flat(held, start, end)
@@ -117,11 +119,6 @@ class Writer:
                     _write_at(descriptor, data, layout.places[name] + first * width)
                     extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
             os.fsync(descriptor)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        finally:
-            os.close(descriptor)
         return extents
 
     def _publish(self, partial: Path, path: Path, extents: list[Extents], keep: int | None) -> None:
@@ -137,24 +134,24 @@ class Writer:
                 "complex": [name for name, spec in layout.specs.items() if spec.dtype is torch.complex128],
                 "extents": {name: sorted(found) for name, found in joined.items()},
             }
-        manifest = {key: value for key, value in self._manifest.items() if key != "metadata"}
-        manifest["number"] = _directory.next_number(path.parent)
+        manifest: dict[str, Any] = {"number": _directory.next_number(path.parent)}
+        manifest |= {key: value for key, value in self._manifest.items() if key != "metadata"}
         manifest["saved"] = datetime.now(UTC).isoformat(timespec="seconds")
         manifest["files"] = files
         _directory.publish(partial, path, sealed(manifest), keep)
 
 
-def together(processes: Agreeing, action: Callable[[], T]) -> list[T]:
+def together(processes: Agreeing, action: Callable[[], T], verb: str = "write") -> list[T]:
     """Do something on every rank and return what each got; if it fails on one, raise on all. Collective.
 
     Raises:
-        CheckpointError: it failed on a rank.
+        CheckpointError: it failed on a rank; with the file that the operating system couldn't ``verb``.
     """
     result, failure = None, None
     try:
         result = action()
     except OSError as error:
-        failure = CheckpointError(f"can't write {error.filename!r}: {error.strerror}")
+        failure = CheckpointError(f"can't {verb} {error.filename!r}: {error.strerror}")
         failure.__cause__ = error
     except Exception as error:
         failure = error  # type: ignore[assignment]
