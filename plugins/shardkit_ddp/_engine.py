@@ -132,27 +132,28 @@ class DDPEngine(Engine):
     def state_dict(self) -> dict[str, Any]:
         # How gradients are averaged decides in which order they are added up: whether by the reducer, and with what
         # beside them in its buckets, which keep their place for a parameter that is frozen later.
-        frozen = {id(value) for value in self._frozen}
-        reduced = [name for name, value in self.model.named_parameters() if id(value) not in frozen]
-        return {
-            "overlap": self._overlap,
-            "may_overlap": self._may_overlap,
-            "reduced": None if self._ddp is None else reduced,
-        }
+        apart = None
+        if self._ddp is not None:
+            frozen = {id(value) for value in self._frozen}
+            apart = [place for place, value in enumerate(self._by_name()) if id(value) in frozen]
+        return {"overlap": self._overlap, "may_overlap": self._may_overlap, "apart": apart}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._overlap, self._may_overlap = state["overlap"], state["may_overlap"]
         self._ddp, self._frozen = None, []
-        if state["reduced"] is not None and self._distributed:
-            reduced = set(state["reduced"])
+        if state["apart"] is not None and self._distributed:
+            apart = set(state["apart"])
             trainable = [value.requires_grad for value in self._parameters]
             try:
-                for name, value in self.model.named_parameters():
-                    value.requires_grad_(name in reduced)
+                for place, value in enumerate(self._by_name()):
+                    value.requires_grad_(place not in apart and _has_gradients(value))
                 self._wrapped()
             finally:
                 for value, flag in zip(self._parameters, trainable, strict=True):
                     value.requires_grad_(flag)
+
+    def _by_name(self) -> list[Tensor]:
+        return [value for _, value in sorted(self.model.named_parameters(), key=lambda pair: pair[0])]
 
     def close(self) -> None:
         for parameter in self._parameters:
@@ -181,6 +182,10 @@ class _Passes:
 
     def _note(self, _: Tensor) -> None:
         self._ids.add(torch._C._current_graph_task_id())
+
+
+def _has_gradients(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:

@@ -288,16 +288,20 @@ class ShardedEngine(Engine):
     def state_dict(self) -> dict[str, Any]:
         # In which order gradients travel decides which share a bucket, and so in which order they are added up.
         learned = self._order.learned
-        return {"order": None if learned is None else [self._names[id(self._params[at])] for at in learned]}
+        numbers = {at: number for number, at in enumerate(self._by_name())}
+        return {"order": None if learned is None else [numbers[at] for at in learned]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        places = {self._names[id(value)]: at for at, value in enumerate(self._params)}
         order = state["order"]
         if order is not None:
-            # Not all where the model was built in another order, or other parameters were frozen.
-            known = [places.pop(name) for name in order if name in places]
-            order = known + list(places.values())[::-1]
+            places = dict(enumerate(self._by_name()))
+            # Others where other parameters were frozen at prepare.
+            order = [places.pop(number) for number in order if number in places] + list(places.values())
         self._order.learn(order)
+
+    def _by_name(self) -> list[int]:
+        """Return the indices of the parameters in the order of their names."""
+        return sorted(range(len(self._params)), key=lambda at: self._names[id(self._params[at])])
 
     def restart(self) -> None:
         self._drop_gradients()

@@ -88,20 +88,25 @@ class Agreement:
         finite = not counts[_NONFINITE] if norm is None else bool(norm.isfinite())
         return Window(finite, norm, used, beyond)
 
-    def learned(self) -> list[str] | None:
-        """Return what is reduced, by name and in order; None before the first window has shown it."""
-        unknown = self._guessed and self._reducer.sharded
-        return None if unknown else [self._names[parameter] for parameter in self._reducer.schedule]
+    def learned(self) -> list[int] | None:
+        """Return what is reduced, in order, each by its place among all names; None before the first window."""
+        if self._guessed and self._reducer.sharded:
+            return None
+        places = {parameter: place for place, parameter in enumerate(self._by_name())}
+        return [places[parameter] for parameter in self._reducer.schedule]
 
-    def learn(self, order: list[str] | None) -> None:
+    def _by_name(self) -> list[Tensor]:
+        return sorted(self._parameters, key=lambda parameter: self._names[parameter])
+
+    def learn(self, order: list[int] | None) -> None:
         """Take up what another agreement has learned, the same on every rank. Collective."""
         self._guessed = order is None or not self._reducer.sharded
         if order is None:
             self._reducer.recall([value for value in reversed(self._parameters) if value.requires_grad])
         else:
-            named = {name: parameter for parameter, name in self._names.items()}
+            named = self._by_name()
             # What isn't used isn't in it, and is averaged once it is.
-            self._reducer.recall([named[name] for name in order if name in named])
+            self._reducer.recall([named[place] for place in order if place < len(named)])
         # What was frozen or thawed since the last window is yet to be found.
         known = self._trainable
         self._follow()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from shardkit._random import set_random_state
 from shardkit.checkpoints._contents import OPTIMIZER, RANKS, STATE, WEIGHTS
 from shardkit.checkpoints._fit import check_settings, keeps, raise_unless_equal
+from shardkit.checkpoints._groups import apply_settings, settings_of, sources_of
 from shardkit.checkpoints._read import Reader
 from shardkit.checkpoints._schedules import regrouped
 from shardkit.checkpoints._share import Part
@@ -101,7 +102,7 @@ class _Plan:
         # A session without an optimizer evaluates: it needs the weights alone.
         self._optimizer = engine.optimizer
         self._groups: list[dict[str, Any]] = []
-        self._sources: list[int | None] = []
+        self._sources: list[list[int]] = []
         if self._optimizer is not None:
             self._check_optimizer(self._optimizer)
         strategy = training.strategy
@@ -164,8 +165,8 @@ class _Plan:
             {name: shapes[name] for group in groups for name in group},
         )
         for number, group in enumerate(groups):
-            self._groups.append(_settings_of(number, group, place, saved["groups"]))
-            self._sources.append(_source_of(number, group, place, saved["groups"]))
+            self._groups.append(settings_of(number, group, place, saved["groups"]))
+            self._sources.append(sources_of(number, group, place, saved["groups"]))
 
     def stateful(self) -> set[str]:
         """Return the checkpoint's names of the parameters for which this rank takes optimizer state."""
@@ -335,7 +336,7 @@ class _Plan:
         stepper = self._training.engine.stepper
         if self._optimizer is not None and stepper is not None:
             self._fill_state(stepper)
-            _apply_settings(self._optimizer, self._groups, self._manifest["optimizer"]["attributes"], held.tensors)
+            apply_settings(self._optimizer, self._groups, self._manifest["optimizer"]["attributes"], held.tensors)
         for name, part in extra_states(self._training.model):
             if name in held.extra:
                 part.set_extra_state(held.extra[name])
@@ -428,51 +429,3 @@ def _groups(aliases: Mapping[str, str]) -> dict[str, set[str]]:
     for name, first in aliases.items():
         found.setdefault(first, {first}).add(name)
     return found
-
-
-def _settings_of(
-    number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the settings that the checkpoint has for the parameters of a group here."""
-    if not group:
-        # Nothing trains under its settings.
-        empty = number < len(saved) and not saved[number]["parameters"]
-        return dict(saved[number]["settings"]) if empty else {}
-    found = {place[name]: name for name in group}
-    first, *others = found
-    for other in others:
-        one, two = saved[first]["settings"], saved[other]["settings"]
-        for key in {**one, **two}:
-            if one.get(key) != two.get(key):
-                raise CheckpointError(
-                    f"group {number} of the optimizer holds {found[first]!r} and {found[other]!r}, which were in "
-                    f"groups of their own when the checkpoint was written, with {key} {one.get(key)} and "
-                    f"{two.get(key)}: group them as then"
-                )
-    return dict(saved[first]["settings"])
-
-
-def _source_of(
-    number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
-) -> int | None:
-    """Return which of the checkpoint's groups a group here was; None if none was."""
-    if group:
-        return place[group[0]]
-    return number if number < len(saved) and not saved[number]["parameters"] else None
-
-
-def _apply_settings(
-    optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], held: Any, tensors: Mapping[str, Tensor]
-) -> None:
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in decode(saved, dict(tensors)).items():
-            before = group.get(key)
-            if isinstance(before, Tensor) and isinstance(value, Tensor) and before.shape == value.shape:
-                # A schedule writes into the tensor itself.
-                before.copy_(value)
-            elif isinstance(before, Tensor) and isinstance(value, float | int):
-                before.fill_(value)
-            else:
-                group[key] = value.clone() if isinstance(value, Tensor) else value
-    for name, value in decode(held, dict(tensors)).items():
-        setattr(optimizer, name, value)

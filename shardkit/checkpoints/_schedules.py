@@ -16,22 +16,26 @@ _OTHERS = frozenset({"_milestones", "_schedulers", "_schedule_phases"})
 
 
 def regrouped(
-    name: str, target: Any, state: Any, optimizer: Optimizer | None, sources: Sequence[int | None], count: int
+    name: str, target: Any, state: Any, optimizer: Optimizer | None, sources: Sequence[list[int]], count: int
 ) -> Any:
     """Return an object's saved state with its lists by group in the order of the groups here.
 
-    ``sources`` gives for each group here the number that it had among the checkpoint's ``count``. Anything that isn't
-    a schedule of this optimizer keeps its state as it is.
+    ``sources`` gives for each group here the numbers of those of the checkpoint's ``count`` that its parameters were
+    in. Anything that isn't a schedule of this optimizer keeps its state as it is.
 
     Raises:
         CheckpointError: which of its values belong to which group can't be told.
     """
-    if list(sources) == list(range(count)) or optimizer is None or getattr(target, "optimizer", None) is not optimizer:
+    if (
+        list(sources) == [[number] for number in range(count)]
+        or optimizer is None
+        or getattr(target, "optimizer", None) is not optimizer
+    ):
         return state
     return _regrouped(name, isinstance(target, LRScheduler), state, sources, count)
 
 
-def _regrouped(name: str, known: bool, state: Any, sources: Sequence[int | None], count: int) -> Any:
+def _regrouped(name: str, known: bool, state: Any, sources: Sequence[list[int]], count: int) -> Any:
     if not isinstance(state, dict):
         return state
     found = dict(state)
@@ -42,8 +46,8 @@ def _regrouped(name: str, known: bool, state: Any, sources: Sequence[int | None]
             found[key] = type(value)(_regrouped(name, known, part, sources, count) for part in value)
         elif len(value) != count:
             continue
-        elif known and key in _BY_GROUP and None not in sources:
-            found[key] = type(value)(value[number] for number in sources if number is not None)
+        elif known and key in _BY_GROUP and all(_one_of(value, numbers) for numbers in sources):
+            found[key] = type(value)(value[numbers[0]] for numbers in sources)
         else:
             raise CheckpointError(
                 f"the optimizer's groups are others than in the checkpoint, and object {name!r} keeps {key!r}, one "
@@ -51,3 +55,8 @@ def _regrouped(name: str, known: bool, state: Any, sources: Sequence[int | None]
                 "order"
             )
     return found
+
+
+def _one_of(values: Sequence[Any], numbers: list[int]) -> bool:
+    """Return whether these groups have one value, and there is one."""
+    return bool(numbers) and all(values[number] == values[numbers[0]] for number in numbers)

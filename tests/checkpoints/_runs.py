@@ -213,6 +213,27 @@ def resume(
     return traces
 
 
+def from_the_start_again(jobs: Sequence[Job], folder: Path) -> dict[Job, list[str]]:
+    """Return, for runs that train, go back to a checkpoint of their start and train again, what differs then."""
+    found = {}
+    for strategy, optimizer in jobs:
+        clear()
+        model, stepper, rates = built(optimizer, noisy=True)
+        with shardkit.prepare(model, stepper, strategy) as session:
+            schedule = LambdaLR(session.optimizer, rates)
+            saved = session.save(folder / strategy, objects={"schedule": schedule})
+            traces = []
+            for _ in range(2):
+                traces.append(train(session, schedule, 0, BEFORE))
+                session.load(saved, objects={"schedule": schedule})
+        first, second = traces
+        found[strategy, optimizer] = [
+            *(name for name, value in first.weights.items() if not torch.equal(value, second.weights[name])),
+            *(["losses"] if first.losses != second.losses else []),
+        ]
+    return found
+
+
 def copy_of(copies: Path, job: Job, number: int) -> Path:
     """Return where a run saves again what it went on from."""
     return copies / f"{job[0]} {job[1]} from {number}".replace("=", "-")

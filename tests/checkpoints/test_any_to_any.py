@@ -19,6 +19,7 @@ from tests.checkpoints._runs import (
     begin,
     contents,
     copy_of,
+    from_the_start_again,
     place,
     resume,
     resume_each,
@@ -66,6 +67,12 @@ def test_in_fresh_processes_the_next_losses_and_weights_have_the_same_bits(
     for rank in range(size):
         assert found[rank].losses == wanted[rank].losses
     assert not compare.differing_bits(found[0].weights, wanted[0].weights)
+
+
+def test_from_a_checkpoint_of_the_start_the_same_run_comes_again(tmp_path: Path) -> None:
+    jobs = [(strategy, "AdamW") for strategy in strategies("AdamW")]
+    for differing in run(from_the_start_again, jobs, tmp_path, processes=3, timeout=300):
+        assert differing == {job: [] for job in jobs}
 
 
 @pytest.mark.slow

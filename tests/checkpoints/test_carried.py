@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -418,3 +419,48 @@ def test_what_an_optimizer_counts_by_itself_goes_on(strategy: str, tmp_path: Pat
         session.load(tmp_path)
         weights = train(session, steps=2, first=2)
     assert_close(weights, train_alone(reference, Tiring(reference.parameters(), lr=0.5), steps=4, parts=1))
+
+
+def in_groups(model: nn.Module, *cuts: int) -> Adam:
+    held = list(model.parameters())
+    bounds = [0, *cuts, len(held)]
+    return Adam([{"params": held[start:end]} for start, end in pairwise(bounds)], lr=0.05)
+
+
+@pytest.mark.parametrize("cuts", [((1,), ()), ((), (2,)), ((1, 3), (2,))])
+def test_groups_of_equal_settings_may_be_split_and_joined(cuts: Any, tmp_path: Path) -> None:
+    model, other, reference = mlp(), mlp(seed=1), mlp()
+    with shardkit.prepare(model, in_groups(model, *cuts[0]), "deepspeed:stage=1") as session:
+        schedule = ExponentialLR(session.optimizer, 0.5)
+        train(session, steps=2)
+        schedule.step()
+        session.save(tmp_path, objects={"schedule": schedule})
+    with shardkit.prepare(other, in_groups(other, *cuts[1]), "fairscale") as session:
+        schedule = ExponentialLR(session.optimizer, 0.5)
+        session.load(tmp_path, objects={"schedule": schedule})
+        assert schedule.base_lrs == [0.05] * (len(cuts[1]) + 1)
+        assert (
+            schedule.get_last_lr()
+            == [group["lr"] for group in session.optimizer.param_groups]
+            == [0.025] * len(schedule.base_lrs)
+        )
+        weights = train(session, steps=2, first=2)
+    plain = in_groups(reference)
+    train_alone(reference, plain, steps=2, parts=1)
+    plain.param_groups[0]["lr"] = 0.025
+    for index in (2, 3):
+        plain.zero_grad()
+        reference(batch(index, 0)).square().mean().backward()
+        plain.step()
+    assert_close(weights, dict(reference.state_dict()))
+
+
+def test_groups_of_other_bounds_are_not_joined(tmp_path: Path) -> None:
+    model, other = mlp(), mlp(seed=1)
+    with shardkit.prepare(model, in_groups(model, 1), "ddp") as session:
+        schedule = ReduceLROnPlateau(session.optimizer, min_lr=[0.01, 0.02])
+        session.save(tmp_path, objects={"schedule": schedule})
+    with shardkit.prepare(other, in_groups(other), "ddp") as session:
+        schedule = ReduceLROnPlateau(session.optimizer, min_lr=0.01)
+        with pytest.raises(CheckpointError, match="object 'schedule' keeps 'min_lrs', one value for each of 2 groups"):
+            session.load(tmp_path, objects={"schedule": schedule})
