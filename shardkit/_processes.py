@@ -203,7 +203,7 @@ def _token(store: dist.Store, rank: int, world_size: int) -> str:
     torchrun has one store for all restarts of a job, with what the killed ranks left in it: their addresses, under the
     same keys. Its count of restarts is no token, since it differs among hosts of which one left and came back.
     """
-    own = secrets.token_hex(8)
+    own, seconds = secrets.token_hex(8), dist.default_pg_timeout.total_seconds()
     if world_size == 1:
         return own
     store = dist.PrefixStore("shardkit/start", store)
@@ -213,7 +213,7 @@ def _token(store: dist.Store, rank: int, world_size: int) -> str:
         store.set(f"knows/{token}/{rank}", "")
         return token
     missing, told = list(range(1, world_size)), set()
-    deadline = time.monotonic() + store.timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while missing:
         for other in missing:
             # What it asks may be of a rank that was killed: it is told, and will never know.
@@ -224,7 +224,7 @@ def _token(store: dist.Store, rank: int, world_size: int) -> str:
         missing = [other for other in missing if not store.check([f"knows/{own}/{other}"])]
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
-            raise StateError(f"rank 0 waited {store.timeout.total_seconds():g} s for rank {names} of {world_size}")
+            raise StateError(f"rank 0 waited {seconds:g} s for rank {names} of {world_size}")
     return own
 
 
