@@ -57,7 +57,8 @@ def trains(strategy: str, folder: Path, death: Death | None) -> tuple[int, str]:
     seed_everything(7)
     model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Dropout(0.3), nn.Linear(13, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with shardkit.prepare(model, optimizer, shardkit.Strategy.parse(f"{strategy}:accumulate=2")) as session:
+    separator = "," if ":" in strategy else ":"
+    with shardkit.prepare(model, optimizer, shardkit.Strategy.parse(f"{strategy}{separator}accumulate=2")) as session:
         schedule = LambdaLR(session.optimizer, lambda epoch: 1 / (1 + epoch))
         objects = {"schedule": schedule}
         rows = torch.randn(14, 7, generator=torch.Generator().manual_seed(session.rank))
