@@ -66,7 +66,13 @@ class Keeper:
         return path
 
     def load(
-        self, directory: str | Path, objects: Mapping[str, Any] | None, begin: Callable[[], None], *, missing_ok: bool
+        self,
+        directory: str | Path,
+        objects: Mapping[str, Any] | None,
+        begin: Callable[[], None],
+        *,
+        missing_ok: bool,
+        position: bool,
     ) -> Restored | None:
         """Bring the session to where a checkpoint stands; None if there is none and that is fine.
 
@@ -79,7 +85,8 @@ class Keeper:
 
         def call() -> dict[str, Any]:
             names = _names("objects", objects)
-            return {"directory": _place(directory), "objects": names, "missing_ok": bool(missing_ok)}
+            told = {"directory": _place(directory), "objects": names}
+            return {**told, "missing_ok": bool(missing_ok), "position": bool(position)}
 
         self._same("load", call)
         root = Path(directory)
