@@ -118,7 +118,8 @@ def goes_on(strategy: str, folder: Path, deaths: list[Death], seconds: float) ->
     resumed = torchrun(strategy, folder, deaths, seconds)
     step = deaths[-1][1]
     for (_, expected), (begun, found) in zip(whole, resumed, strict=True):
-        assert begun in (step - 1, step), "it goes on from the last checkpoint, not from the beginning"
+        # The save before it may be in the background yet when it dies.
+        assert begun in (step - 2, step - 1, step), "it goes on from the last checkpoint, not from the beginning"
         assert found == expected
 
 
