@@ -210,7 +210,7 @@ def _token(store: dist.Store, rank: int, world_size: int) -> str:
     torchrun has one store for all restarts of a job, with what the killed ranks left in it: their addresses, under the
     same keys. Its count of restarts is no token, since it differs among hosts of which one left and came back.
     """
-    own = secrets.token_hex(8)
+    own, seconds = secrets.token_hex(8), dist.default_pg_timeout.total_seconds()
     if world_size == 1:
         return own
     seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]

@@ -117,6 +117,7 @@ class Session(Loop):
             StateError: the call isn't made on all ranks within 30 s, or comes in mid-window, or another job saves to
                 the directory.
             InputError: an argument is wrong.
+            MismatchError: the ranks were given different arguments.
             CheckpointError: the directory can't be written, or something can't be held; what was there is as it was.
         """
         self._require_between_windows("save")
@@ -147,10 +148,12 @@ class Session(Loop):
 
         Raises:
             StateError: the call isn't made on all ranks within 30 s.
-            CheckpointError: there is no whole checkpoint, or it doesn't fit the session, which is then as it was.
+            MismatchError: the ranks were given different arguments.
+            DamageError: a file isn't what was written; the session is as it was.
+            CheckpointError: there is no checkpoint, or it doesn't fit the session, which is then as it was.
         """
         self._require_usable()
-        found = self._keeper.load(directory, objects, self._begin_load, missing_ok=missing_ok)
+        found = self._keeper.load(directory, objects, self._begin_load, missing_ok=missing_ok, position=position)
         if found is None:
             return None
         counters = found.manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -157,7 +158,7 @@ class Lock:
 
 
 def clean(root: Path) -> None:
-    """Remove what jobs left that were killed while they saved."""
+    """Remove what is left of saves that were killed, and of checkpoints that couldn't be removed. Needs the lock."""
     for prefix in (PARTIAL, _DISCARDED):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -268,5 +269,9 @@ def _sync_directory(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            # Some file systems over a network have nothing to do there, and say so.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
         finally:
             os.close(descriptor)

@@ -66,7 +66,13 @@ class Keeper:
         return path
 
     def load(
-        self, directory: str | Path, objects: Mapping[str, Any] | None, begin: Callable[[], None], *, missing_ok: bool
+        self,
+        directory: str | Path,
+        objects: Mapping[str, Any] | None,
+        begin: Callable[[], None],
+        *,
+        missing_ok: bool,
+        position: bool,
     ) -> Restored | None:
         """Bring the session to where a checkpoint stands; None if there is none and that is fine.
 
@@ -79,7 +85,8 @@ class Keeper:
 
         def call() -> dict[str, Any]:
             names = _names("objects", objects)
-            return {"directory": _place(directory), "objects": names, "missing_ok": bool(missing_ok)}
+            told = {"directory": _place(directory), "objects": names}
+            return {**told, "missing_ok": bool(missing_ok), "position": bool(position)}
 
         self._same("load", call)
         root = Path(directory)
@@ -141,7 +148,7 @@ class Keeper:
             self._locks.pop(place).close()
         if place not in self._locks:
             self._locks[place] = _directory.Lock(root)
-            _directory.clean(root)
+        _directory.clean(root)
         return _directory.free_path(root, step)
 
 

@@ -167,7 +167,8 @@ def together(processes: Agreeing, action: Callable[[], T], verb: str = "write") 
     try:
         result = action()
     except OSError as error:
-        failure = CheckpointError(f"can't {verb} {error.filename!r}: {error.strerror}")
+        named = "" if error.filename is None else f" {error.filename!r}"
+        failure = CheckpointError(f"can't {verb}{named}: {error.strerror or error}")
         failure.__cause__ = error
     except Exception as error:
         failure = error  # type: ignore[assignment]

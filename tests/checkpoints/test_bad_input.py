@@ -72,6 +72,7 @@ def loads(session: shardkit.Session, folder: Path) -> Calls:
         "load, other directories": lambda: session.load(folder / ("good", "other")[rank]),
         "load, other objects": lambda: session.load(folder / "good", objects={} if rank else {"a": Kept()}),
         "load, missing_ok on one rank": lambda: session.load(folder / "none", missing_ok=rank == 0),
+        "load, position on one rank": lambda: session.load(folder / "good", position=rank == 0),
         "load, no path": lambda: session.load(None if rank else folder),  # type: ignore[arg-type]
         "load, object without load_state_dict": lambda: session.load(folder / "object", objects={"a": Kept()}),
         "load, object that isn't there": lambda: session.load(folder / "good", objects={"a": Kept()}),
@@ -165,6 +166,7 @@ WORDS = {
     "load, other directories": r"MismatchError: .*\(load, directory\): rank 0: .*/good; rank 1: .*/other",
     "load, other objects": r"MismatchError: .*\(load, objects\): rank 0: \['a'\]; rank 1: \[\]",
     "load, missing_ok on one rank": r"MismatchError: .*\(load, missing_ok\): rank 0: True; rank 1: False",
+    "load, position on one rank": r"MismatchError: .*\(load, position\): rank 0: True; rank 1: False",
     "load, no path": "InputError: rank 1: the directory is a path, not a NoneType",
     "load, object without load_state_dict": "CheckpointError: object 'a' is a Kept, without load_state_dict",
     "load, object that isn't there": "CheckpointError: the checkpoint has no object 'a'",
