@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from shardkit.checkpoints._disk import empty, read_ahead
 from shardkit.checkpoints._layout import Layout, Spec, memory_of, read_layout
 from shardkit.checkpoints._manifest import checksum, read_manifest
 from shardkit.checkpoints._share import Part
@@ -17,6 +18,10 @@ from shardkit.errors import CheckpointError
 
 PIECE = 2**23
 """Bytes that are read at a time on the way to a tensor that isn't in host memory."""
+
+_AHEAD = 2**25
+"""Bytes that the disk is told to read before they are asked for, where that saves more than it costs."""
+_LARGE = 2**20
 
 
 @final
@@ -75,6 +80,8 @@ class Reader:
             if buffer.numel() < size:
                 buffer = torch.empty(size, dtype=torch.uint8)
             data = memory_of(buffer)[:size]
+            if size >= _LARGE:
+                read_ahead(self._descriptors[file], start + size, _AHEAD)
             self._read(file, data, start)
             if checksum(data) != expected:
                 raise CheckpointError(
@@ -124,7 +131,7 @@ class Reader:
     def read(self, file: str, name: str) -> Tensor:
         """Return a whole tensor, on the CPU."""
         spec = self._layouts[file].specs[name]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
+        tensor = empty(spec.shape, spec.dtype)
         self.read_into(file, Part(name, 0, spec.numel), tensor)
         return tensor
 

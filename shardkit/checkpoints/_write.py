@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardkit.checkpoints import _directory
 from shardkit.checkpoints._contents import Contents, Held
+from shardkit.checkpoints._disk import empty, reserve, start_writing
 from shardkit.checkpoints._layout import Layout, lay_out, memory_of
 from shardkit.checkpoints._manifest import checksum, sealed
 from shardkit.checkpoints._share import Part, divide
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 EXTENT = 2**23
 """Bytes under one checksum, at most."""
+
+_AHEAD = 2**26
+"""Bytes that are written before the disk is told to begin with them."""
 
 T = TypeVar("T")
 Extents = dict[str, dict[str, list[list[Any]]]]
@@ -55,7 +60,9 @@ class Writer:
             for name, start, end in parts:
                 held = self._held[file][name]
                 own = copied.setdefault(file, {}).setdefault(name, Held(held.spec, []))
-                own.runs.append((start, _elements(_flat(held, start, end), start, end).to("cpu", copy=True)))
+                own.runs.append(
+                    (start, empty([end - start], held.spec.dtype).copy_(_elements(_flat(held, start, end), start, end)))
+                )
         self._held = copied
 
     def write(self, path: Path, processes: Agreeing, keep: int | None) -> None:
@@ -87,7 +94,8 @@ class Writer:
         for file, layout in self._layouts.items():
             with (partial / file).open("wb") as opened:
                 opened.write(layout.header)
-                opened.truncate(layout.size)
+                opened.flush()
+                reserve(opened.fileno(), layout.size)
 
     def _write_share(self, partial: Path) -> Extents:
         if not partial.is_dir():
@@ -95,33 +103,43 @@ class Writer:
                 f"{str(partial.parent)!r} isn't one directory for all ranks: rank 0 writes there, and this rank "
                 "doesn't see it; save to a file system that all ranks share"
             )
-        return {file: self._write_parts(partial / file, file) for file in self._layouts}
+        extents: Extents = {}
+        files = list(self._layouts)
+        # Each rank begins with another file: a file system lets one process at a time write into a file.
+        turn = self._rank % len(files)
+        path, descriptors = partial, {}
+        with ExitStack() as closing:
+            try:
+                for file in files[turn:] + files[:turn]:
+                    path = partial / file
+                    descriptors[path] = os.open(path, os.O_WRONLY)
+                    closing.callback(os.close, descriptors[path])
+                    extents[file] = self._write_parts(descriptors[path], file)
+                for path, descriptor in descriptors.items():
+                    os.fsync(descriptor)
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
+        return extents
 
-    def _write_parts(self, path: Path, file: str) -> dict[str, list[list[Any]]]:
+    def _write_parts(self, descriptor: int, file: str) -> dict[str, list[list[Any]]]:
         extents: dict[str, list[list[Any]]] = {}
-        layout = self._layouts[file]
-        parts = self._share[file]
-        if not parts:
-            return extents
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            for name, start, end in parts:
-                held, width = self._held[file][name], layout.specs[name].itemsize
-                run = _flat(held, start, end)
-                step = max(EXTENT // width, 1)
-                for first in range(start, end, step):
-                    last = min(first + step, end)
-                    # A name for it: the memory is the tensor's.
-                    elements = _elements(run, first, last).to("cpu").contiguous()
-                    data = memory_of(elements)
-                    _write_at(descriptor, data, layout.places[name] + first * width)
-                    extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
-            os.fsync(descriptor)
-        except OSError as error:
-            error.filename = error.filename or str(path)
-            raise
-        finally:
-            os.close(descriptor)
+        layout, waiting = self._layouts[file], 0
+        for name, start, end in self._share[file]:
+            held, width = self._held[file][name], layout.specs[name].itemsize
+            run = _flat(held, start, end)
+            step = max(EXTENT // width, 1)
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                # A name for it: the memory is the tensor's.
+                elements = _elements(run, first, last).to("cpu").contiguous()
+                data = memory_of(elements)
+                _write_at(descriptor, data, layout.places[name] + first * width)
+                extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
+                waiting += len(data)
+                if waiting >= _AHEAD:
+                    start_writing(descriptor)
+                    waiting = 0
         return extents
 
     def _publish(self, partial: Path, path: Path, extents: list[Extents], keep: int | None) -> None:
