@@ -115,8 +115,8 @@ class Writer:
                     descriptors[path] = os.open(path, os.O_WRONLY)
                     closing.callback(os.close, descriptors[path])
                     extents[file] = self._write_parts(descriptors[path], file)
-                for path, descriptor in descriptors.items():
-                    os.fsync(descriptor)
+                for path in descriptors:
+                    os.fsync(descriptors[path])
             except OSError as error:
                 error.filename = error.filename or str(path)
                 raise
