@@ -48,6 +48,10 @@ class CheckpointError(ShardkitError):
     """A checkpoint can't be written, or doesn't fit the session that reads it."""
 
 
+class DamageError(CheckpointError):
+    """A file of a checkpoint is missing, or isn't what was written."""
+
+
 class LaunchError(ShardkitError, RuntimeError):
     """A launched process failed.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +18,8 @@ from shardkit.errors import CheckpointError, StateError
 
 PARTIAL = ".partial-"
 _DISCARDED = ".discarded-"
+_NAME = re.compile(r"step-\d{8,}(\.\d+)?")
+"""What a save calls a checkpoint. One under another name, such as a copy that somebody keeps, is left alone."""
 _LOCK = ".lock"
 _LOCK_SECONDS = 30
 """How long to wait for another job's lock: a job that was killed and started again may find its own for a while."""
@@ -24,14 +29,33 @@ _locked: set[tuple[int, int]] = set()
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """Return the whole checkpoints in a directory, in the order in which they were saved. Not collective."""
-    root = Path(directory)
-    found = []
-    for path in root.glob("step-*"):
+    """Return the checkpoints in a directory, in the order in which they were saved. Not collective.
+
+    Also those that are damaged: who loads the last one must hear of it.
+    """
+    return [path for _, path in _numbered(Path(directory))]
+
+
+def _numbered(directory: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints in a directory in order, each with its number."""
+    known, unreadable = [], []
+    for path in directory.glob("step-*"):
+        if not _NAME.fullmatch(path.name) or not path.is_dir():
+            continue
         number = _number(path)
-        if number is not None:
-            found.append((number, path.name, path))
-    return [path for _, _, path in sorted(found)]
+        # One that has gone meanwhile is no damage.
+        with suppress(FileNotFoundError):
+            age = path.stat().st_mtime_ns
+            if number is None:
+                unreadable.append((age, path))
+            else:
+                known.append((number, age, path))
+    found = [(number, 0, path.name, path) for number, _, path in known]
+    for age, path in unreadable:
+        # Its own number is lost: behind those that are no younger.
+        number = max((other for other, born, _ in known if born <= age), default=0)
+        found.append((number, age, path.name, path))
+    return [(number, path) for number, _, _, path in sorted(found)]
 
 
 def latest(directory: str | Path) -> Path | None:
@@ -67,9 +91,18 @@ def resolve(directory: Path) -> Path:
     raise CheckpointError(f"there is no checkpoint in {str(directory)!r}: it has no {MANIFEST} and no step-* with one")
 
 
-def holds_one(directory: Path) -> bool:
-    """Return whether there is a checkpoint at a path, or in it."""
-    return (directory / MANIFEST).is_file() or latest(directory) is not None
+def is_new(directory: Path) -> bool:
+    """Return whether nothing was ever saved to a directory, or only what a kill left of a first save."""
+    if not directory.is_dir():
+        return not directory.exists()
+    return not ((directory / MANIFEST).is_file() or any(directory.glob("rank-*-of-*.pt")) or checkpoints(directory))
+
+
+def before(path: Path) -> Path | None:
+    """Return the last checkpoint of those before this one whose manifest can be read."""
+    found = checkpoints(path.parent)
+    earlier = found[: found.index(path)] if path in found else []
+    return next((other for other in reversed(earlier) if _number(other) is not None), None)
 
 
 @final
@@ -104,6 +137,13 @@ class Lock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
+    def holds(self, root: Path) -> bool:
+        """Return whether this is the lock of a directory: not if it was removed meanwhile, and made anew."""
+        try:
+            return _key(os.stat(root / _LOCK)) == self._key
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         """Let go of the lock."""
         if self._descriptor is not None:
@@ -124,8 +164,7 @@ def clean(root: Path) -> None:
 
 def next_number(root: Path) -> int:
     """Return the number of the checkpoint that comes next."""
-    found = checkpoints(root)
-    return 1 if not found else (_number(found[-1]) or 0) + 1
+    return 1 + max((number for number, _ in _numbered(root)), default=0)
 
 
 def free_path(root: Path, step: int) -> Path:
@@ -139,34 +178,60 @@ def free_path(root: Path, step: int) -> Path:
 
 
 def publish(partial: Path, path: Path, manifest: dict[str, Any], keep: int | None) -> None:
-    """Make a checkpoint visible at a path, in one step, and remove the oldest but ``keep``."""
-    root = path.parent
-    with (partial / MANIFEST).open("wb") as file:
-        file.write(json.dumps(manifest, separators=(",", ":")).encode())
-        file.flush()
-        os.fsync(file.fileno())
+    """Make a checkpoint visible at a path, in one step, and remove the oldest but ``keep``.
+
+    Raises:
+        OSError: it can't be made visible.
+        CheckpointError: it is visible, but an old one can't be removed.
+    """
+    root, file = path.parent, partial / MANIFEST
+    with naming(file), file.open("wb") as opened:
+        opened.write(json.dumps(manifest, separators=(",", ":")).encode())
+        opened.flush()
+        os.fsync(opened.fileno())
     _sync_directory(partial)
     partial.rename(path)
-    _sync_directory(root)
+    try:
+        _sync_directory(root)
+    except OSError:
+        # Who is told that it isn't saved shall not find it.
+        path.rename(partial)
+        raise
     if keep is not None:
         for old in checkpoints(root)[:-keep]:
-            # In one step too: nobody finds half of it.
-            discarded = root / f"{_DISCARDED}{old.name}"
-            shutil.rmtree(discarded, ignore_errors=True)
-            old.rename(discarded)
-            shutil.rmtree(discarded, ignore_errors=True)
+            if old != path:
+                _discard(old, path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error of the operating system say which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _discard(old: Path, saved: Path) -> None:
+    discarded = old.parent / f"{_DISCARDED}{old.name}"
+    shutil.rmtree(discarded, ignore_errors=True)
+    try:
+        # In one step too: nobody finds half of it.
+        old.rename(discarded)
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(saved)!r} is saved, but {str(old)!r}, which is to go, can't be removed: {error.strerror}"
+        ) from error
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _number(path: Path) -> int | None:
-    """Return which save of its directory a checkpoint is; the last of all where its manifest can't be read."""
+    """Return which save of its directory a checkpoint is; None if its manifest can't be read."""
     try:
-        number = read_manifest(path, verify=False)["number"]
-        return int(number)
-    except CheckpointError:
-        # It must be found by who loads the last one, to hear of the damage.
-        return int(1e18) if (path / MANIFEST).is_file() else None
-    except (KeyError, TypeError, ValueError):
-        return int(1e18)
+        return int(read_manifest(path)["number"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:
@@ -188,8 +253,9 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -8,13 +8,14 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, final
 
+from shardkit._processes import same_everywhere
 from shardkit.checkpoints import _directory
 from shardkit.checkpoints._capture import capture
 from shardkit.checkpoints._manifest import MANIFEST
 from shardkit.checkpoints._read import Reader
 from shardkit.checkpoints._restore import Restored, agreed, restore
 from shardkit.checkpoints._write import Writer, together
-from shardkit.errors import CheckpointError, InputError
+from shardkit.errors import CheckpointError, DamageError, InputError
 
 if TYPE_CHECKING:
     from shardkit._processes import Agreeing
@@ -45,10 +46,16 @@ class Keeper:
         training = self._training
         processes = training.processes
         processes.meet("save")
-        self.finish()
-        root = Path(directory)
-        agreed(training, lambda: _check(root, objects, state, keep))
-        step = counters["step"]
+        agreed(training, self.finish)
+
+        def call() -> dict[str, Any]:
+            _check(_path(directory), keep)
+            names = {"objects": _names("objects", objects), "state": _names("state", state)}
+            _check_objects(objects or {})
+            return {"directory": _place(directory), **names, "keep": keep, "wait": bool(wait)}
+
+        self._same("save", call)
+        root, step = Path(directory), counters["step"]
         path = together(processes, lambda: self._take(root, step) if processes.rank == 0 else root)[0]
         writer = Writer(capture(training, counters, windows, objects or {}, state or {}), processes.rank)
         if wait:
@@ -66,19 +73,39 @@ class Keeper:
         ``begin`` is called before anything changes.
         """
         training = self._training
-        training.processes.meet("load")
-        self.finish()
+        processes = training.processes
+        processes.meet("load")
+        agreed(training, self.finish)
+
+        def call() -> dict[str, Any]:
+            names = _names("objects", objects)
+            return {"directory": _place(directory), "objects": names, "missing_ok": bool(missing_ok)}
+
+        self._same("load", call)
         root = Path(directory)
-        found = None
-        if not missing_ok or _directory.holds_one(root):
-            found = agreed(training, lambda: _directory.resolve(root))
-        # As rank 0 sees it, should another job save at this moment.
-        path = training.processes.agree(found)[0]
+
+        def find() -> Path | None:
+            # As rank 0 sees it, should another job save at this moment.
+            if processes.rank or (missing_ok and _directory.is_new(root)):
+                return None
+            return _directory.resolve(root)
+
+        path = together(processes, find, "read")[0]
         if path is None:
             return None
-        reader = agreed(training, lambda: Reader(path))
-        with reader:
-            return restore(training, reader, objects or {}, begin)
+        try:
+            reader = agreed(training, lambda: Reader(path))
+            with reader:
+                return restore(training, reader, objects or {}, begin)
+        except DamageError as error:
+            if path == root:
+                raise
+            before = together(processes, lambda: None if processes.rank else _directory.before(path), "read")[0]
+            if before is None:
+                raise
+            raise DamageError(
+                f"{error}. The checkpoint before it is {str(before)!r}: to go on from there, load it by that path"
+            ) from error
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.
@@ -91,15 +118,27 @@ class Keeper:
             background.finish()
 
     def close(self) -> None:
-        """Let other sessions save where this one did. Not collective."""
+        """Let other sessions save where this one did. Not collective.
+
+        A save in the background ends first, here and on the other ranks; what comes of it isn't told.
+        """
+        background, self._background = self._background, None
+        if background is not None:
+            background.join()
         for lock in self._locks.values():
             lock.close()
         self._locks.clear()
+
+    def _same(self, what: str, call: Callable[[], dict[str, Any]]) -> None:
+        """Raise unless all ranks were called alike. Collective."""
+        same_everywhere([{what: told} for told in together(self._training.processes, call, "read")])
 
     def _take(self, root: Path, step: int) -> Path:
         """Take a directory for this session, and return where the checkpoint of a step goes in it."""
         root.mkdir(parents=True, exist_ok=True)
         place = os.path.realpath(root)
+        if place in self._locks and not self._locks[place].holds(root):
+            self._locks.pop(place).close()
         if place not in self._locks:
             self._locks[place] = _directory.Lock(root)
             _directory.clean(root)
@@ -123,6 +162,9 @@ class _Background:
         except BaseException as error:
             self._failure = error
 
+    def join(self) -> None:
+        self._thread.join()
+
     def finish(self) -> None:
         self._thread.join()
         if self._failure is None:
@@ -131,18 +173,38 @@ class _Background:
         raise error from self._failure
 
 
-def _check(root: Path, objects: Mapping[str, Any] | None, state: Mapping[str, Any] | None, keep: int | None) -> None:
+def _path(directory: Any) -> Path:
+    try:
+        return Path(directory)
+    except TypeError:
+        raise InputError(f"the directory is a path, not a {type(directory).__name__}") from None
+
+
+def _place(directory: Any) -> str:
+    # Not where links lead: hosts may mount one file system in several places, but give it one name.
+    return os.path.abspath(_path(directory))
+
+
+def _check(root: Path, keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise InputError(f"keep is how many checkpoints stay, from 1 on, or None for all, not {keep!r}")
-    if (root / MANIFEST).is_file() and not any(root.glob("rank-*-of-*.pt")):
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"can't save to {str(root)!r}: it is a file, not a directory")
+    if (root / MANIFEST).is_file():
         raise CheckpointError(f"{str(root)!r} is itself a checkpoint: save into the directory that holds it")
-    for what, given in (("objects", objects), ("state", state)):
-        if given is not None and not isinstance(given, Mapping):
-            raise InputError(f"{what} is a mapping by name, not a {type(given).__name__}")
-        for name in given or ():
-            if not isinstance(name, str):
-                raise InputError(f"the names in {what} are strings, not {name!r}")
-    for name, held in (objects or {}).items():
+
+
+def _names(what: str, given: Any) -> list[str]:
+    if given is not None and not isinstance(given, Mapping):
+        raise InputError(f"{what} is a mapping by name, not a {type(given).__name__}")
+    for name in given or ():
+        if not isinstance(name, str):
+            raise InputError(f"the names in {what} are strings, not {name!r}")
+    return sorted(given or ())
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    for name, held in objects.items():
         if not callable(getattr(held, "state_dict", None)):
             raise InputError(
                 f"object {name!r} is a {type(held).__name__}, without state_dict: plain values go in state"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, DamageError
 
 DTYPES = {
     torch.float64: "F64",
@@ -94,14 +94,14 @@ def read_layout(path: Path, complex_names: frozenset[str] = frozenset()) -> Layo
     """Return the layout of a file; ``complex_names`` are those tensors that were complex128.
 
     Raises:
-        CheckpointError: its header makes no sense.
+        DamageError: its header makes no sense.
         OSError: it can't be read.
     """
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little")
         if len(start) < _LENGTH_BYTES or length > _LONGEST_HEADER:
-            raise CheckpointError(f"{path.name} is damaged: it has no header of a safetensors file")
+            raise DamageError(f"{str(path)!r} is damaged: it has no header of a safetensors file")
         text = file.read(length)
     try:
         if len(text) < length:
@@ -118,7 +118,7 @@ def read_layout(path: Path, complex_names: frozenset[str] = frozenset()) -> Layo
             places[name] = _LENGTH_BYTES + length + entry["data_offsets"][0]
             end = max(end, _LENGTH_BYTES + length + entry["data_offsets"][1])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path.name} is damaged: its header can't be read ({error})") from error
+        raise DamageError(f"{str(path)!r} is damaged: its header can't be read ({error})") from error
     return Layout(start + text, specs, places, end)
 
 

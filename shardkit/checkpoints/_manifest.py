@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 import shardkit
-from shardkit.errors import CheckpointError
+from shardkit.errors import CheckpointError, DamageError
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -30,22 +30,23 @@ def read_manifest(path: Path, *, verify: bool = True) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it can't be read, is damaged, or of another format.
+        DamageError: it can't be read, or is damaged.
+        CheckpointError: it is of another format.
     """
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"can't read {str(file)!r}: {error.strerror}") from error
+        raise DamageError(f"can't read {str(file)!r}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{str(file)!r} is damaged: {error}") from error
+        raise DamageError(f"{str(file)!r} is damaged: {error}") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(found, int):
-        raise CheckpointError(f"{str(file)!r} is damaged: it says no format")
+        raise DamageError(f"{str(file)!r} is damaged: it says no format")
     if verify and found == FORMAT:
         content = {key: value for key, value in manifest.items() if key != "checksum"}
         if checksum(_canonical(content)) != manifest.get("checksum"):
-            raise CheckpointError(f"{str(file)!r} is damaged: its checksum doesn't fit what it holds")
+            raise DamageError(f"{str(file)!r} is damaged: its checksum doesn't fit what it holds")
     if found > FORMAT:
         raise CheckpointError(
             f"{str(file)!r} is of format {found}, and shardkit {shardkit.__version__} reads up to {FORMAT}: it needs a "

@@ -14,7 +14,7 @@ from shardkit.checkpoints._disk import empty, read_ahead
 from shardkit.checkpoints._layout import Layout, Spec, memory_of, read_layout
 from shardkit.checkpoints._manifest import checksum, read_manifest
 from shardkit.checkpoints._share import Part
-from shardkit.errors import CheckpointError
+from shardkit.errors import DamageError
 
 PIECE = 2**23
 """Bytes that are read at a time on the way to a tensor that isn't in host memory."""
@@ -32,12 +32,13 @@ class Reader:
         """Read the manifest and the headers, and check that no file was cut short.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or of another format.
+            DamageError: a file is missing or damaged.
+            CheckpointError: it is of another format.
         """
         self.path = path
-        self.manifest = read_manifest(path)
         self._layouts: dict[str, Layout] = {}
         self._descriptors: dict[str, int] = {}
+        self.manifest = read_manifest(path)
         try:
             for file, facts in self.manifest["files"].items():
                 self._open(file, facts)
@@ -50,19 +51,13 @@ class Reader:
         try:
             size = path.stat().st_size
             if size != facts["size"]:
-                raise CheckpointError(
-                    f"{str(path)!r} is damaged: it has {size} bytes, and {facts['size']} were written"
-                )
+                raise DamageError(f"{str(path)!r} is damaged: it has {size} bytes, and {facts['size']} were written")
             layout = read_layout(path, frozenset(facts["complex"]))
             self._descriptors[file] = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"can't read {str(path)!r}: {error.strerror}") from error
-        except CheckpointError as error:
-            raise error if str(path) in str(error) else CheckpointError(f"{self.path}: {error}") from error
+            raise DamageError(f"can't read {str(path)!r}: {error.strerror}") from error
         if checksum(layout.header) != facts["header"]:
-            raise CheckpointError(
-                f"{str(path)!r} is damaged: the checksum of its header isn't that of what was written"
-            )
+            raise DamageError(f"{str(path)!r} is damaged: the checksum of its header isn't that of what was written")
         self._layouts[file] = layout
 
     def specs(self, file: str) -> dict[str, Spec]:
@@ -73,7 +68,7 @@ class Reader:
         """Check the checksums of all extents that these elements lie in.
 
         Raises:
-            CheckpointError: the file is damaged.
+            DamageError: the file is damaged.
         """
         buffer = torch.empty(0, dtype=torch.uint8)
         for start, size, expected in self._extents(file, parts):
@@ -84,7 +79,7 @@ class Reader:
                 read_ahead(self._descriptors[file], start + size, _AHEAD)
             self._read(file, data, start)
             if checksum(data) != expected:
-                raise CheckpointError(
+                raise DamageError(
                     f"{str(self.path / file)!r} is damaged: bytes {start} to {start + size} aren't those that were "
                     "written"
                 )
@@ -93,7 +88,7 @@ class Reader:
         """Check all extents, or every ``parts``-th from number ``part``; yield the bytes that were checked.
 
         Raises:
-            CheckpointError: a file is damaged.
+            DamageError: a file is damaged.
         """
         number = 0
         for file, layout in self._layouts.items():
@@ -126,7 +121,7 @@ class Reader:
                     covered = first + size
                     yield place + first, size, expected
             if covered < end * width:
-                raise CheckpointError(f"{str(self.path)!r} is damaged: its manifest lacks checksums of {name!r}")
+                raise DamageError(f"{str(self.path)!r} is damaged: its manifest lacks checksums of {name!r}")
 
     def read(self, file: str, name: str) -> Tensor:
         """Return a whole tensor, on the CPU."""
@@ -161,9 +156,9 @@ class Reader:
             try:
                 count = os.preadv(self._descriptors[file], [data], offset)
             except OSError as error:
-                raise CheckpointError(f"can't read {str(self.path / file)!r}: {error.strerror}") from error
+                raise DamageError(f"can't read {str(self.path / file)!r}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{str(self.path / file)!r} is damaged: it ends at byte {offset}")
+                raise DamageError(f"{str(self.path / file)!r} is damaged: it ends at byte {offset}")
             data, offset = data[count:], offset + count
 
     def close(self) -> None:
@@ -171,6 +166,9 @@ class Reader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Reader:
         return self

@@ -92,7 +92,7 @@ class Writer:
             )
         partial.mkdir()
         for file, layout in self._layouts.items():
-            with (partial / file).open("wb") as opened:
+            with _directory.naming(partial / file), (partial / file).open("wb") as opened:
                 opened.write(layout.header)
                 opened.flush()
                 reserve(opened.fileno(), layout.size)
@@ -107,19 +107,18 @@ class Writer:
         files = list(self._layouts)
         # Each rank begins with another file: a file system lets one process at a time write into a file.
         turn = self._rank % len(files)
-        path, descriptors = partial, {}
+        descriptors: dict[str, int] = {}
         with ExitStack() as closing:
-            try:
-                for file in files[turn:] + files[:turn]:
-                    path = partial / file
-                    descriptors[path] = os.open(path, os.O_WRONLY)
-                    closing.callback(os.close, descriptors[path])
-                    extents[file] = self._write_parts(descriptors[path], file)
-                for path in descriptors:
-                    os.fsync(descriptors[path])
-            except OSError as error:
-                error.filename = error.filename or str(path)
-                raise
+            for file in files[turn:] + files[:turn]:
+                # Rank 0 has written the headers, too.
+                if self._share[file] or self._rank == 0:
+                    with _directory.naming(partial / file):
+                        descriptors[file] = os.open(partial / file, os.O_WRONLY)
+                        closing.callback(os.close, descriptors[file])
+                        extents[file] = self._write_parts(descriptors[file], file)
+            for file, descriptor in descriptors.items():
+                with _directory.naming(partial / file):
+                    os.fsync(descriptor)
         return extents
 
     def _write_parts(self, descriptor: int, file: str) -> dict[str, list[list[Any]]]:
@@ -147,7 +146,7 @@ class Writer:
         for file, layout in self._layouts.items():
             joined: dict[str, list[list[Any]]] = {}
             for rank in extents:
-                for name, found in rank[file].items():
+                for name, found in rank.get(file, {}).items():
                     joined.setdefault(name, []).extend(found)
             files[file] = {
                 "size": layout.size,
@@ -162,17 +161,17 @@ class Writer:
         _directory.publish(partial, path, sealed(manifest), keep)
 
 
-def together(processes: Agreeing, action: Callable[[], T]) -> list[T]:
+def together(processes: Agreeing, action: Callable[[], T], verb: str = "write") -> list[T]:
     """Do something on every rank and return what each got; if it fails on one, raise on all. Collective.
 
     Raises:
-        CheckpointError: it failed on a rank.
+        CheckpointError: it failed on a rank; with the file that the operating system couldn't ``verb``.
     """
     result, failure = None, None
     try:
         result = action()
     except OSError as error:
-        failure = CheckpointError(f"can't write {error.filename!r}: {error.strerror}")
+        failure = CheckpointError(f"can't {verb} {error.filename!r}: {error.strerror}")
         failure.__cause__ = error
     except Exception as error:
         failure = error  # type: ignore[assignment]
