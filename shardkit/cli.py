@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,35 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 
+@main.command
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--tensors", is_flag=True, help="List all tensors, with dtypes, shapes and sizes.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Read all of it and compare checksums.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@click.pass_context
+def inspect(ctx: click.Context, directory: Path, tensors: bool, verify: bool, as_json: bool) -> None:
+    """Tell what a checkpoint holds, or all those in DIRECTORY, and whether they are whole.
+
+    Exit code: 0 if all are whole, 1 if one is damaged, 2 if there is none or it is of another format.
+
+    Example: shardkit inspect checkpoints/step-00000100 --tensors
+    """
+    from shardkit.checkpoints import checkpoints
+    from shardkit.checkpoints import inspect as inspect_one
+    from shardkit.tools import inspection
+    from shardkit.tools.report import to_json
+
+    found = []
+    for path in checkpoints(directory) or [directory]:
+        with _bytes(f"verify {path.name}") as progress:
+            found.append(inspect_one(path, verify=verify, progress=progress))
+    if as_json:
+        click.echo(to_json({"checkpoints": [inspection.facts(one, tensors=tensors) for one in found]}))
+    else:
+        inspection.show(found, _console(), tensors=tensors)
+    ctx.exit(1 if any(one.damage for one in found) else 0)
+
+
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end the ranks too, as Ctrl-C does."""
@@ -180,6 +209,20 @@ def _console() -> Console:
 
     # A pipe or a file has no width: rich's own guess of 80 columns would fold what needs no folding.
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+@contextlib.contextmanager
+def _bytes(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr, where that is a terminal, how many bytes of something are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextlib.contextmanager

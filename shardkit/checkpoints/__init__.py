@@ -6,5 +6,6 @@
 from __future__ import annotations
 
 from shardkit.checkpoints._directory import checkpoints, latest
+from shardkit.checkpoints._inspect import Inspection, SavedTensor, inspect
 
-__all__ = ["checkpoints", "latest"]
+__all__ = ["Inspection", "SavedTensor", "checkpoints", "inspect", "latest"]
