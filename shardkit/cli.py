@@ -194,6 +194,34 @@ def inspect(ctx: click.Context, directory: Path, tensors: bool, verify: bool, as
     ctx.exit(1 if any(one.damage for one in found) else 0)
 
 
+@main.command
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="What weights of floating point are written in.  [default: what they were saved in]",
+)
+def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
+    """Write the weights of CHECKPOINT, or of the last one in it, into DIRECTORY, as other programs read them.
+
+    That is model.safetensors and, for a model of the transformers library, what from_pretrained needs beside it.
+    Needs neither the model nor memory for it.
+
+    Exit code: 0 if they were written, 2 if not.
+
+    Example: shardkit export checkpoints exported --dtype bf16
+    """
+    import torch
+
+    from shardkit.checkpoints import export as write
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    with _ended_by_sigterm(), _bytes(f"export {checkpoint.name}") as progress:
+        write(checkpoint, directory, dtype=None if dtype is None else dtypes[dtype], progress=progress)
+    click.echo(f"wrote {directory}")
+
+
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end the ranks too, as Ctrl-C does."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from shardkit.checkpoints._directory import checkpoints, latest
+from shardkit.checkpoints._export import export
 from shardkit.checkpoints._inspect import Inspection, SavedTensor, inspect
 
-__all__ = ["Inspection", "SavedTensor", "checkpoints", "inspect", "latest"]
+__all__ = ["Inspection", "SavedTensor", "checkpoints", "export", "inspect", "latest"]

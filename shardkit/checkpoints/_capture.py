@@ -159,7 +159,7 @@ class _Report:
         manifest = {
             **_origin(training),
             **counters,
-            "model": _described(training.model, training),
+            "model": described(training.model, training),
             "optimizer": _optimizer(training, state, common),
             "objects": {key.removeprefix("objects/"): value for key, value in common.items() if key[:8] == "objects/"},
             "state": {key.removeprefix("state/"): value for key, value in common.items() if key[:6] == "state/"},
@@ -288,9 +288,10 @@ def _versions(training: Training) -> dict[str, str]:
     return found
 
 
-def _described(model: nn.Module, training: Training) -> dict[str, Any]:
+def described(model: nn.Module, training: Training) -> dict[str, Any]:
+    """Return what a manifest says of the model."""
     kind = type(model)
-    described: dict[str, Any] = {
+    found: dict[str, Any] = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "parameters": list(training.shapes),
         "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
@@ -300,8 +301,9 @@ def _described(model: nn.Module, training: Training) -> dict[str, Any]:
     for key in ("config", "generation_config"):
         config: Any = getattr(model, key, None)
         if callable(getattr(model, "save_pretrained", None)) and callable(getattr(config, "to_json_string", None)):
-            described[key] = json.loads(config.to_json_string(use_diff=False))
-    return described
+            found[key] = json.loads(config.to_json_string(use_diff=False))
+            found["unsaved"] = list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return found
 
 
 def _optimizer(training: Training, state: dict[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Any] | None:

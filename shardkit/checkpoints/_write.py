@@ -74,13 +74,21 @@ class Writer:
         token = processes.agree(secrets.token_hex(4))[0]
         partial = path.parent / f"{_directory.PARTIAL}{token}"
         try:
-            together(processes, lambda: self._begin(partial) if self._rank == 0 else None)
-            extents: list[Extents] = together(processes, lambda: self._write_share(partial))
+            extents = self.write_files(partial, processes)
             together(processes, lambda: self._publish(partial, path, extents, keep) if self._rank == 0 else None)
         except BaseException:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def write_files(self, partial: Path, processes: Agreeing) -> list[Extents]:
+        """Write all files into a new directory, and return by rank what was written, with checksums. Collective.
+
+        Raises:
+            CheckpointError: they can't be written, on every rank.
+        """
+        together(processes, lambda: self._begin(partial) if self._rank == 0 else None)
+        return together(processes, lambda: self._write_share(partial))
 
     def _begin(self, partial: Path) -> None:
         needed = sum(layout.size for layout in self._layouts.values())
@@ -131,9 +139,9 @@ class Writer:
             for first in range(start, end, step):
                 last = min(first + step, end)
                 # A name for it: the memory is the tensor's.
-                elements = _elements(run, first, last).to("cpu").contiguous()
+                elements = _elements(run, first, last).to("cpu", layout.specs[name].dtype).contiguous()
                 data = memory_of(elements)
-                _write_at(descriptor, data, layout.places[name] + first * width)
+                write_at(descriptor, data, layout.places[name] + first * width)
                 extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
                 waiting += len(data)
                 if waiting >= _AHEAD:
@@ -191,7 +199,8 @@ def _elements(run: tuple[int, Tensor], start: int, end: int) -> Tensor:
     return values[start - first : end - first]
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of it at a place in a file."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
