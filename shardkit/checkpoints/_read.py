@@ -38,6 +38,7 @@ class Reader:
         self.path = path
         self._layouts: dict[str, Layout] = {}
         self._descriptors: dict[str, int] = {}
+        self._buffer = empty([0], torch.uint8)
         self.manifest = read_manifest(path)
         try:
             for file, facts in self.manifest["files"].items():
@@ -70,13 +71,13 @@ class Reader:
         Raises:
             DamageError: the file is damaged.
         """
-        buffer = torch.empty(0, dtype=torch.uint8)
         for start, size, expected in self._extents(file, parts):
-            if buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8)
-            data = memory_of(buffer)[:size]
+            if self._buffer.numel() < size:
+                # Kept: to take it anew for each extent would cost more than to read into it.
+                self._buffer = empty([size], torch.uint8)
+            data = memory_of(self._buffer)[:size]
             if size >= _LARGE:
-                read_ahead(self._descriptors[file], start + size, _AHEAD)
+                read_ahead(self._descriptors[file], start + _AHEAD, size)
             self._read(file, data, start)
             if checksum(data) != expected:
                 raise DamageError(
