@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -193,7 +194,39 @@ def _check_launcher() -> None:
 def _launcher_store() -> tuple[dist.Store, int, int]:
     """Return the store that the launcher's variables point to, one connection for the process's life."""
     store, rank, world_size = next(dist.rendezvous("env://"))
-    return store, rank, world_size
+    return dist.PrefixStore(f"shardkit/{_token(store, rank, world_size)}", store), rank, world_size
+
+
+def _token(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return a token that the ranks have in common, and no rank that was started before had. Collective.
+
+    torchrun has one store for all restarts of a job, with what the killed ranks left in it: their addresses, under the
+    same keys. Its count of restarts is no token, since it differs among hosts of which one left and came back.
+    """
+    own = secrets.token_hex(8)
+    if world_size == 1:
+        return own
+    seconds = store.timeout.total_seconds()
+    store = dist.PrefixStore("shardkit/start", store)
+    if rank:
+        store.set(f"asks/{rank}", own)
+        token = store.get(f"told/{own}").decode()
+        store.set(f"knows/{token}/{rank}", "")
+        return token
+    missing, told = list(range(1, world_size)), set()
+    deadline = time.monotonic() + seconds
+    while missing:
+        for other in missing:
+            # What it asks may be of a rank that was killed: it is told, and will never know.
+            if store.check([f"asks/{other}"]) and (asks := store.get(f"asks/{other}").decode()) not in told:
+                store.set(f"told/{asks}", own)
+                told.add(asks)
+        time.sleep(0.002)
+        missing = [other for other in missing if not store.check([f"knows/{own}/{other}"])]
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, missing))
+            raise StateError(f"rank 0 waited {seconds:g} s for rank {names} of {world_size}")
+    return own
 
 
 @cache

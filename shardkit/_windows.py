@@ -161,12 +161,14 @@ class Windows(Generic[B]):
         return self.state_dict() if self._resumed else {"epoch": self.epoch, "position": 0, "random": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "random": self._random}
+        # Until a pass has begun there, what it is behind is said in the terms of those who wrote the checkpoint.
+        moved = self._moved if self._resumed else {"rows": _rows(self._loader)}
+        return {"epoch": self.epoch, "position": self.position, "random": self._random, **moved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self._random = state["epoch"], state["position"], state["random"]
         self._resumed = self._random is not None
-        self._moved = {key: state[key] for key in ("ranks", "unfit") if key in state}
+        self._moved = {key: state[key] for key in ("ranks", "used", "rows", "unfit") if key in state}
         self._pass += 1
 
     def _start(self) -> tuple[Iterator[B], list[B]]:
@@ -179,8 +181,9 @@ class Windows(Generic[B]):
             self._random = {**get_random_state(self._training.device), "generators": drawn}
             return iter(self._loader), []
         _check_replay(self._loader, self.epoch)
-        if self.position:
-            _check_moved(self._loader, **self._moved)
+        if self.position or self._moved.get("used"):
+            size = self._training.processes.world_size
+            self.position = _continued(self._loader, self.position, size, **self._moved)
         # A loader that shuffles draws its order when it is started: from the state that it had then.
         now = get_random_state(self._training.device)
         set_random_state(self._random, self._training.device)
@@ -265,22 +268,25 @@ class Windows(Generic[B]):
 def moved(states: list[dict[str, Any] | None], rank: int, world_size: int) -> dict[str, Any] | None:
     """Return where this rank begins, from where each of the ranks stood that wrote a checkpoint.
 
-    With another number of ranks each takes up an equal part of the micro-batches that all had used, as loaders give
-    them that deal out one sequence in turn.
+    With another number of ranks each takes up an equal part of what all had used, as loaders give it that deal out one
+    sequence in turn.
     """
     if len(states) == world_size or any(state is None for state in states):
         return states[rank] if len(states) == world_size else None
     known = [state for state in states if state is not None]
-    used = sum(state["position"] for state in known)
-    found = {**known[rank % len(known)], "position": used // world_size, "ranks": len(known)}
-    if used % world_size or len({(state["epoch"], state["position"]) for state in known}) > 1:
+    # Where it was loaded and saved again, before a pass: what the first ones had used.
+    used = known[0].get("used", sum(state["position"] for state in known))
+    found = {"ranks": len(known), **known[rank % len(known)], "position": used // world_size, "used": used}
+    if len({(state["epoch"], state["position"], state.get("rows")) for state in known}) > 1:
         positions = ", ".join(str(state["position"]) for state in known)
         found["unfit"] = (
-            f"the checkpoint's {len(known)} ranks had used {positions} micro-batches of this pass, which {world_size} "
-            "ranks can't take up in equal parts: load it with position=False to begin the pass anew, or load one that "
-            "was saved between passes"
+            f"the checkpoint's {len(known)} ranks had used {positions} micro-batches of this pass, and only equal "
+            f"numbers can be taken up by {world_size} ranks: {_ANEW}"
         )
     return found
+
+
+_ANEW = "load it with position=False to begin the pass anew, or load one that was saved between passes"
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
@@ -306,8 +312,25 @@ def _check_replay(loader: Any, epoch: int) -> None:
         )
 
 
-def _check_moved(loader: Any, ranks: int | None = None, unfit: str | None = None) -> None:
-    """Raise where ranks of another number can't go on behind what was used.
+def _rows(loader: Any) -> int | None:
+    """Return how many samples a DataLoader puts into a micro-batch, where that is known."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
+
+
+def _continued(
+    loader: Any,
+    position: int,
+    world_size: int,
+    ranks: int | None = None,
+    used: int | None = None,
+    rows: int | None = None,
+    unfit: str | None = None,
+) -> int:
+    """Return behind how many of its loader's micro-batches a rank goes on.
+
+    ``used`` is how many micro-batches, of ``rows`` samples each, other ``ranks`` had used together; with None this
+    rank had used ``position`` of them.
 
     Raises:
         InputError: what was used can't be dealt out in equal parts, or each rank had drawn an order of its own.
@@ -320,6 +343,21 @@ def _check_moved(loader: Any, ranks: int | None = None, unfit: str | None = None
             "can't tell what was used: give the loader a DistributedSampler, or load with position=False to begin the "
             "pass anew"
         )
+    share, before = (1, position) if used is None else (world_size, used)
+    own = _rows(loader)
+    if rows is None or own is None:
+        # A loader of another kind is taken to give as much at a time as it did.
+        rows = own = 1
+    if before * rows % (share * own):
+        who = "this rank" if ranks is None else f"the checkpoint's {ranks} ranks"
+        raise InputError(
+            f"{who} had used {before} micro-batches of this pass"
+            + (f", of {rows} samples each" if own > 1 or rows > 1 else "")
+            + f", which {share} ranks can't take up in equal parts"
+            + (f" of {own}" if own > 1 or rows > 1 else "")
+            + f": {_ANEW}"
+        )
+    return before * rows // (share * own)
 
 
 def _number(weight: float | int | Tensor) -> float:

@@ -85,8 +85,14 @@ class Attributes:
             if self._seen.get(name, self) is not value:
                 self._seen[name] = self._twin.__dict__[name] = value
 
-    def _held(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self._optimizer).items():
+    def give_back(self) -> None:
+        """Give the optimizer those attributes that the twin's step has changed, such as a count of its own."""
+        for name, value in self._held(self._twin):
+            if self._seen.get(name, self) is not value:
+                self._seen[name] = self._optimizer.__dict__[name] = value
+
+    def _held(self, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(optimizer or self._optimizer).items():
             if name[0] != "_" and name not in _OWN and not callable(value):
                 yield name, value
 

@@ -130,11 +130,29 @@ class DDPEngine(Engine):
             self._midway = False
 
     def state_dict(self) -> dict[str, Any]:
-        # How gradients are averaged decides in which order they are added up.
-        return {"overlap": self._overlap, "may_overlap": self._may_overlap}
+        # How gradients are averaged decides in which order they are added up: whether by the reducer, and with what
+        # beside them in its buckets, which keep their place for a parameter that is frozen later.
+        frozen = {id(value) for value in self._frozen}
+        reduced = [name for name, value in self.model.named_parameters() if id(value) not in frozen]
+        return {
+            "overlap": self._overlap,
+            "may_overlap": self._may_overlap,
+            "reduced": None if self._ddp is None else reduced,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._overlap, self._may_overlap = state["overlap"], state["may_overlap"]
+        self._ddp, self._frozen = None, []
+        if state["reduced"] is not None and self._distributed:
+            reduced = set(state["reduced"])
+            trainable = [value.requires_grad for value in self._parameters]
+            try:
+                for name, value in self.model.named_parameters():
+                    value.requires_grad_(name in reduced)
+                self._wrapped()
+            finally:
+                for value, flag in zip(self._parameters, trainable, strict=True):
+                    value.requires_grad_(flag)
 
     def close(self) -> None:
         for parameter in self._parameters:

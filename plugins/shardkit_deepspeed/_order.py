@@ -62,6 +62,17 @@ class Order:
             self._arrived = None
         self.restart()
 
+    @property
+    def learned(self) -> list[int] | None:
+        """The order that was learned; None before the first backward."""
+        return None if self._arrived is not None else list(self._order)
+
+    def learn(self, order: list[int] | None) -> None:
+        """Take up an order, the same on every rank; None: that of the next backward."""
+        self._arrived = [] if order is None else None
+        self._order = list(range(self._count - 1, -1, -1)) if order is None else order
+        self.restart()
+
     def restart(self) -> None:
         """Forget the backward in progress."""
         if self._arrived is not None:

@@ -285,6 +285,20 @@ class ShardedEngine(Engine):
         self._take_all_over()
         return [Shard(name, start, view.detach()) for name, start, view, _ in self.state_shards()]
 
+    def state_dict(self) -> dict[str, Any]:
+        # In which order gradients travel decides which share a bucket, and so in which order they are added up.
+        learned = self._order.learned
+        return {"order": None if learned is None else [self._names[id(self._params[at])] for at in learned]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        places = {self._names[id(value)]: at for at, value in enumerate(self._params)}
+        order = state["order"]
+        if order is not None:
+            # Not all where the model was built in another order, or other parameters were frozen.
+            known = [places.pop(name) for name in order if name in places]
+            order = known + list(places.values())[::-1]
+        self._order.learn(order)
+
     def restart(self) -> None:
         self._drop_gradients()
         self._order.restart()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,14 @@ class FairScaleEngine(Engine):
         if self._reducer is not None:
             # A backward that failed left it in the middle of its work.
             self._reducer.refresh(self._reducer.schedule)
+
+    def state_dict(self) -> dict[str, Any]:
+        # In which order gradients travel decides which do so together, and so in which order they are added up.
+        return {"order": None if self._reducer is None else self._agreement.learned()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._reducer is not None:
+            self._agreement.learn(state["order"])
 
     def close(self) -> None:
         self._drop()

@@ -45,6 +45,9 @@ class Reducer(Protocol):
     def reorder(self, schedule: list[Tensor]) -> None:
         """Take up another schedule, the same on every rank, of parameters trainable since the last ``refresh``."""
 
+    def recall(self, schedule: list[Tensor]) -> None:
+        """Take up the schedule of an earlier run, whatever is trainable by now. Collective."""
+
     def close(self) -> None:
         """Remove all hooks."""
 
@@ -133,6 +136,9 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
         last = {parameter: place for place, parameter in enumerate(schedule)}
         self._parcels.sort(key=lambda parcel: last[parcel[-1]])
         self._place = {parameter: place for place, parcel in enumerate(self._parcels) for parameter in parcel}
+
+    def recall(self, schedule: list[Tensor]) -> None:
+        self.reorder([parameter for parameter in schedule if parameter.requires_grad])
 
     def close(self) -> None:
         while self._grad_hooks:
@@ -236,6 +242,18 @@ class ReplicatedReducer:
                 "backend 'fairscale' with shard=optimizer can't follow a backward pass within another: checkpoint "
                 "with use_reentrant=False, or use the strategy 'fairscale' or 'ddp:overlap=false'"
             ) from error
+
+    def recall(self, schedule: list[Tensor]) -> None:
+        reduced = set(schedule)
+        trainable = [parameter.requires_grad for parameter in self._names]
+        try:
+            # Its buckets are of those parameters that are trainable when it is built.
+            for parameter in self._names:
+                parameter.requires_grad_(parameter in reduced)
+            self.refresh(schedule)
+        finally:
+            for parameter, flag in zip(self._names, trainable, strict=True):
+                parameter.requires_grad_(flag)
 
     def refresh(self, schedule: Sequence[Tensor]) -> None:
         self.schedule = [parameter for parameter in self._names if parameter.requires_grad]

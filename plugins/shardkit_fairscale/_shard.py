@@ -103,6 +103,8 @@ class Shards:
                 before(user, (), {})
             self._follow_groups()
             self.inner.step()
+            if self._world == 1:
+                self._give_back()
         except Exception as caught:
             if self._world == 1:
                 raise
@@ -149,6 +151,12 @@ class Shards:
         self._attributes.follow()
         for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
             own.update((key, value) for key, value in user.items() if key not in _OF_THE_TENSORS)
+
+    def _give_back(self) -> None:
+        # An optimizer that changes itself, which several ranks refuse, trains in one process: from the user's values.
+        self._attributes.give_back()
+        for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
+            user.update((key, value) for key, value in own.items() if key not in _OF_THE_TENSORS)
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._names]

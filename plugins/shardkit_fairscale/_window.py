@@ -55,6 +55,7 @@ class Agreement:
         self._own = shard.owned
         self._place = {parameter: place for place, parameter in enumerate(shard.optimized)}
         self._places = torch.tensor([_COUNTS + self._place[parameter] for parameter in self._own], device=self._device)
+        self._trainable: list[bool] = []
         self._follow()
         # What is used, and in which order, the first window shows.
         self._guessed = True
@@ -86,6 +87,25 @@ class Agreement:
         norm = self._total(norms, used)
         finite = not counts[_NONFINITE] if norm is None else bool(norm.isfinite())
         return Window(finite, norm, used, beyond)
+
+    def learned(self) -> list[str] | None:
+        """Return what is reduced, by name and in order; None before the first window has shown it."""
+        unknown = self._guessed and self._reducer.sharded
+        return None if unknown else [self._names[parameter] for parameter in self._reducer.schedule]
+
+    def learn(self, order: list[str] | None) -> None:
+        """Take up what another agreement has learned, the same on every rank. Collective."""
+        self._guessed = order is None or not self._reducer.sharded
+        if order is None:
+            self._reducer.recall([value for value in reversed(self._parameters) if value.requires_grad])
+        else:
+            named = {name: parameter for parameter, name in self._names.items()}
+            # What isn't used isn't in it, and is averaged once it is.
+            self._reducer.recall([named[name] for name in order if name in named])
+        # What was frozen or thawed since the last window is yet to be found.
+        known = self._trainable
+        self._follow()
+        self._trainable = known
 
     def _exchange(self, changed: bool = False, uneven: int = 0, wrong: int = 0) -> tuple[list[float], Tensor]:
         """Add up the counts of all ranks, and put the norms of all gradients together."""

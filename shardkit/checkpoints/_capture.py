@@ -70,19 +70,20 @@ class _Report:
         for shard in engine.weight_shards():
             held = self.weights.setdefault(shard.name, Held(training.spec(shard.name, shard.values), []))
             held.runs.append((shard.start, shard.values))
-        for name, value in buffers(model).items():
-            self.weights[name] = whole(value)
+        if self._rank == 0:
+            # A forward since the last step leaves its own values on each rank, and the next step takes rank 0's.
+            self.weights |= {name: whole(value) for name, value in buffers(model).items()}
         self.state: dict[str, dict[str, list[tuple[int, Tensor, bool]]]] = {}
         self.values: dict[str, dict[str, Any]] = {}
         self.pieces: dict[str, Tensor] = {}
         self._read_optimizer(engine)
         self.common: dict[str, Encoded] = {}
         for key, value in state.items():
-            self.common[f"state/{key}"] = encoded(value, f"state/{key}")
+            self.common[f"state/{key}"] = encoded(value, f"state/{_escaped(key)}")
         for key, held_object in objects.items():
-            self.common[f"objects/{key}"] = encoded(held_object.state_dict(), f"objects/{key}")
+            self.common[f"objects/{key}"] = encoded(held_object.state_dict(), f"objects/{_escaped(key)}")
         for name, part in extra_states(model):
-            self.common[f"extra/{name}"] = encoded(part.get_extra_state(), f"extra/{name}")
+            self.common[f"extra/{name}"] = encoded(part.get_extra_state(), f"extra/{_escaped(name)}")
         optimizer = engine.optimizer
         if optimizer is not None:
             self.common["attributes"] = encoded(attributes(optimizer), "attributes")
@@ -257,6 +258,11 @@ def _renamed(value: Any, prefix: str) -> Any:
     if len(value) == 1 and next(iter(value)) in ("$tensor", "$array"):
         return {key: prefix + name for key, name in value.items()}
     return {key: _renamed(item, prefix) for key, item in value.items()}
+
+
+def _escaped(key: str) -> str:
+    """Return a key without the mark between keys, as a JSON pointer has it: "a/b" is no "b" in "a"."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _words(spec: Spec) -> str:

@@ -78,7 +78,10 @@ def encoded(value: Any, place: str) -> Encoded:
         CheckpointError: a checkpoint can't hold it.
     """
     tensors: dict[str, Tensor] = {}
-    told = encode(value, place, tensors)
+    try:
+        told = encode(value, place, tensors)
+    except RecursionError:
+        raise CheckpointError(f"{place} is nested too deeply, or holds itself") from None
     sums = [json.dumps(told, sort_keys=True)]
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or (tensor.dtype not in DTYPES and tensor.dtype is not torch.complex128):

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
@@ -228,6 +229,16 @@ def _discard(old: Path, saved: Path) -> None:
 
 def _number(path: Path) -> int | None:
     """Return which save of its directory a checkpoint is; None if its manifest can't be read."""
+    try:
+        found = os.stat(path / MANIFEST)
+    except OSError:
+        return None
+    return _read_number(path, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=10_000)
+def _read_number(path: Path, *version: int) -> int | None:
+    # Manifests of large models are long: each is read once, as long as it is the same file.
     try:
         return int(read_manifest(path)["number"])
     except (CheckpointError, KeyError, TypeError, ValueError):

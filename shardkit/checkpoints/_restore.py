@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from shardkit._random import set_random_state
 from shardkit.checkpoints._contents import OPTIMIZER, RANKS, STATE, WEIGHTS
 from shardkit.checkpoints._disk import empty
 from shardkit.checkpoints._read import Reader
+from shardkit.checkpoints._schedules import regrouped
 from shardkit.checkpoints._share import Part
 from shardkit.checkpoints._training import Training, aliases, buffers, extra_states, names_of
 from shardkit.checkpoints._values import decode, tensors_of
@@ -63,8 +66,9 @@ def restore(training: Training, reader: Reader, objects: Mapping[str, Any], begi
         CheckpointError: the checkpoint is damaged or doesn't fit, on every rank; the session is as it was.
     """
     plan = agreed(training, lambda: _Plan(training, reader, objects))
-    whole = training.processes.agree({file: plan.whole(file) for file in plan.parts})
-    agreed(training, lambda: plan.verify(whole))
+    told = training.processes.agree(({file: plan.whole(file) for file in plan.parts}, plan.stateful()))
+    agreed(training, lambda: plan.check_state([names for _, names in told]))
+    agreed(training, lambda: plan.verify([whole for whole, _ in told]))
     held = agreed(training, plan.read_small)
     before = agreed(training, lambda: {key: copy.deepcopy(one.state_dict()) for key, one in objects.items()})
     try:
@@ -72,7 +76,9 @@ def restore(training: Training, reader: Reader, objects: Mapping[str, Any], begi
     except CheckpointError:
         # Also where they took it: all ranks go on from where they were.
         for key, state in before.items():
-            objects[key].load_state_dict(state)
+            # One that raises again has said what is wrong already.
+            with suppress(Exception):
+                objects[key].load_state_dict(state)
         raise
     begin()
     training.engine.restart()
@@ -95,6 +101,7 @@ class _Plan:
         # A session without an optimizer evaluates: it needs the weights alone.
         self._optimizer = engine.optimizer
         self._groups: list[dict[str, Any]] = []
+        self._sources: list[int | None] = []
         if self._optimizer is not None:
             self._check_optimizer(self._optimizer)
         strategy = training.strategy
@@ -114,12 +121,14 @@ class _Plan:
         own |= {self._first.saved(name): tuple(value.shape) for name, value in buffers(training.model).items()}
         found = {name: tuple(spec.shape) for name, spec in saved.items()}
         _raise_unless_equal("the model", found, own)
-        for shard in self._weights:
-            kind = saved[self._first.saved(shard.name)].dtype
-            if not shard.rounded and not _keeps(kind, shard.values.dtype):
+        kinds = {shard.name: shard.values.dtype for shard in self._weights if not shard.rounded}
+        kinds |= {name: value.dtype for name, value in buffers(training.model).items()}
+        for name, kind in kinds.items():
+            before = saved[self._first.saved(name)].dtype
+            if not _keeps(before, kind):
                 raise CheckpointError(
-                    f"{shard.name!r} is of {kind} in the checkpoint and of {shard.values.dtype} here, which would lose "
-                    "digits: give the model the dtype that it was saved with"
+                    f"{name!r} is of {before} in the checkpoint and of {kind} here, which would lose digits: give the "
+                    "model the dtype that it was saved with"
                 )
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
@@ -145,13 +154,38 @@ class _Plan:
         )
         for number, group in enumerate(groups):
             self._groups.append(_settings_of(number, group, place, saved["groups"]))
+            self._sources.append(_source_of(number, group, place, saved["groups"]))
+
+    def stateful(self) -> set[str]:
+        """Return the checkpoint's names of the parameters for which this rank takes optimizer state."""
+        return {self._first.saved(shard.name) for shard, _ in self._state_entries()}
+
+    def check_state(self, taken: Sequence[set[str]]) -> None:
+        """Raise unless all state of the optimizer has a place on some rank.
+
+        Raises:
+            CheckpointError: it would be lost.
+        """
+        if self._optimizer is None:
+            return
+        shapes = {self._first.saved(name): shape for name, shape in self._training.shapes.items()}
+        lost = sorted(set(self._manifest["optimizer"]["state"]).difference(*taken))
+        lost = [name for name in lost if math.prod(shapes[name])]
+        if lost:
+            raise CheckpointError(
+                f"the checkpoint has the optimizer's state of {lost[0]!r} {tuple(shapes[lost[0]])}, and this session "
+                f"keeps none for it under backend {self._training.strategy.backend!r}, since it was frozen at prepare: "
+                "freeze it after the load, or it would be lost"
+            )
 
     def _check_own(self) -> None:
         manifest, differing = self._manifest, [rank["differing"] for rank in self._manifest["ranks"]]
         by_rank = sorted({key for entries in differing for key in entries})
-        if by_rank and not self._same_size:
+        # An object that nobody asks for need not fit.
+        needed = [key for key in by_rank if key[:8] != "objects/" or key[8:] in self._objects]
+        if needed and not self._same_size:
             raise CheckpointError(
-                f"{by_rank[0]!r} was different on each of the {manifest['world_size']} ranks that wrote the "
+                f"{needed[0]!r} was different on each of the {manifest['world_size']} ranks that wrote the "
                 f"checkpoint, so that it loads on as many, not on {self._training.processes.world_size}"
             )
         had = {*manifest["objects"], *(key.removeprefix("objects/") for key in by_rank if key.startswith("objects/"))}
@@ -258,7 +292,13 @@ class _Plan:
         rank, ranks = self._training.processes.rank, manifest["ranks"]
         for key, value in ranks[rank]["differing"].items() if rank < len(ranks) else ():
             kind, _, name = key.partition("/")
-            found[kind][name] = decode(value, own)
+            if kind != "objects" or name in self._objects:
+                found[kind][name] = decode(value, own)
+        if self._optimizer is not None:
+            groups = len(manifest["optimizer"]["groups"])
+            for key, target in self._objects.items():
+                given = found["objects"][key]
+                found["objects"][key] = regrouped(key, target, given, self._optimizer, self._sources, groups)
         return _Small(found["state"], found["extra"], found["objects"], tensors, own)
 
     # What changes.
@@ -403,6 +443,15 @@ def _settings_of(
     return dict(saved[first]["settings"])
 
 
+def _source_of(
+    number: int, group: list[str], place: Mapping[str, int], saved: Sequence[Mapping[str, Any]]
+) -> int | None:
+    """Return which of the checkpoint's groups a group here was; None if none was."""
+    if group:
+        return place[group[0]]
+    return number if number < len(saved) and not saved[number]["parameters"] else None
+
+
 def _apply_settings(
     optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], held: Any, tensors: Mapping[str, Tensor]
 ) -> None:
@@ -447,4 +496,16 @@ def _raise_unless_equal(what: str, saved: Mapping[str, tuple[int, ...]], own: Ma
 
 def _keeps(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return whether every number of one dtype is one of the other, too."""
-    return torch.promote_types(saved, own) is own and (saved.is_floating_point or saved == own or saved.is_complex)
+    if saved == own:
+        return True
+    try:
+        wider = torch.promote_types(saved, own) is own
+    except RuntimeError:
+        # Torch promotes no floats of 8 bits and no unsigned integers of more.
+        return False
+    # An integer has no more digits than another one that it is promoted to; a float may.
+    return wider and (_has_fraction(saved) or not _has_fraction(own))
+
+
+def _has_fraction(kind: torch.dtype) -> bool:
+    return kind.is_floating_point or kind.is_complex

@@ -162,8 +162,8 @@ class Writer:
                 "complex": [name for name, spec in layout.specs.items() if spec.dtype is torch.complex128],
                 "extents": {name: sorted(found) for name, found in joined.items()},
             }
-        manifest = {key: value for key, value in self._manifest.items() if key != "metadata"}
-        manifest["number"] = _directory.next_number(path.parent)
+        manifest: dict[str, Any] = {"number": _directory.next_number(path.parent)}
+        manifest |= {key: value for key, value in self._manifest.items() if key != "metadata"}
         manifest["saved"] = datetime.now(UTC).isoformat(timespec="seconds")
         manifest["files"] = files
         _directory.publish(partial, path, sealed(manifest), keep)

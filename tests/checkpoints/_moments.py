@@ -90,15 +90,18 @@ class Record:
 
 
 class Fate:
-    """Does something at a moment of one kind, those before it counted."""
+    """Does something at a moment of one kind: the first if ``number`` is 0, of those behind a moment of another."""
 
-    def __init__(self, kind: str, before: int, act: Callable[[], None]) -> None:
+    def __init__(self, kind: str, number: int, behind: str, act: Callable[[], None]) -> None:
         self._kind = kind
-        self._left = before
+        self._left = number
+        self._behind = behind
         self._act = act
 
     def __call__(self, moment: str) -> None:
-        if moment == self._kind:
+        if self._behind:
+            self._behind = "" if moment == self._behind else self._behind
+        elif moment == self._kind:
             self._left -= 1
             if self._left == -1:
                 self._act()

@@ -16,7 +16,7 @@ import shardkit
 from shardkit.checkpoints._write import EXTENT
 from shardkit.testing import run
 
-WIDTH, LAYERS = 1024, 12
+WIDTH, LAYERS = 1024, 6
 MODEL = LAYERS * WIDTH * WIDTH * 4
 """Bytes of the weights; AdamW holds twice as much."""
 
