@@ -29,8 +29,9 @@ def reserve(descriptor: int, size: int) -> None:
     if fallocate is not None:
         if fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
             return
-        if ctypes.get_errno() == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(code, os.strerror(code))
     os.ftruncate(descriptor, size)
 
 
