@@ -157,7 +157,7 @@ class Lock:
 
 
 def clean(root: Path) -> None:
-    """Remove what jobs left that were killed while they saved."""
+    """Remove what is left of saves that were killed, and of checkpoints that couldn't be removed. Needs the lock."""
     for prefix in (PARTIAL, _DISCARDED):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path, ignore_errors=True)

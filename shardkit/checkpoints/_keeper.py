@@ -150,7 +150,7 @@ class Keeper:
             self._locks.pop(place).close()
         if place not in self._locks:
             self._locks[place] = _directory.Lock(root)
-            _directory.clean(root)
+        _directory.clean(root)
         return _directory.free_path(root, step)
 
 

@@ -45,7 +45,12 @@ def watched(reached: Callable[[str], None]) -> Any:
 
     def around(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **settings: Any) -> Any:
-            reached(f"before {name}")
+            try:
+                reached(f"before {name}")
+            except OSError as error:
+                # As the operating system does.
+                error.filename = None if isinstance(arguments[0], int) else str(arguments[0])
+                raise
             if name == "pwrite" and len(arguments[1]) > 1:
                 descriptor, data, offset = arguments
                 half = len(data) // 2
