@@ -27,8 +27,6 @@ WIDTH, LAYERS, VOCABULARY = 1024, 26, 32_768
 """252 million parameters, the largest of 33.5 million."""
 
 _PIECE = 2**23
-_TOUCHED = 2**31
-"""Bytes that a rank takes and gives back before it is measured."""
 
 
 class Model(nn.Module):
@@ -235,10 +233,10 @@ def deepspeed(stage: int) -> Builder:
 
 RAW: dict[str, Builder] = {
     "ddp": ddp,
+    "deepspeed:stage=3": deepspeed(3),
     "fairscale": fairscale,
     "deepspeed:stage=1": deepspeed(1),
     "deepspeed:stage=2": deepspeed(2),
-    "deepspeed:stage=3": deepspeed(3),
 }
 
 DISTRIBUTED: dict[str, Builder] = {
@@ -265,14 +263,14 @@ def measure(
             finally:
                 shutil.rmtree(place, ignore_errors=True)
             found[name].append((saved, loaded))
-            print(f"{name}: save {max(saved).seconds:.2f} s, load {max(loaded).seconds:.2f} s", flush=True)
+            print(f"{name}: {saved} {loaded}", flush=True)
     return found
 
 
 def _save(build: Builder, folder: Path, layers: int) -> Saved:
     arm = _built(build, layers)
     arm.step()
-    _touch(layers)
+    dist.barrier()
     held, busy = start_peak(), time.process_time()
     start = time.perf_counter()
     arm.save(folder)
@@ -290,7 +288,7 @@ def _save(build: Builder, folder: Path, layers: int) -> Saved:
 
 def _load(build: Builder, folder: Path, layers: int) -> Loaded:
     arm = _built(build, layers)
-    _touch(layers)
+    dist.barrier()
     held, busy = start_peak(), time.process_time()
     start = time.perf_counter()
     arm.load(folder)
@@ -307,16 +305,10 @@ def _built(build: Builder, layers: int) -> Arm:
         model = Model(layers)
     model = model.to_empty(device="cpu")
     with torch.no_grad():
-        for number, value in enumerate(model.parameters()):
-            # As good as random to a disk, and made sooner.
-            value.view(-1).copy_(torch.arange(value.numel()) % 8191 / 8191 / 100 + number * 1e-4)
+        for value in model.parameters():
+            # Without temporary copies: they would leave memory behind that is no longer new to the process.
+            value.uniform_(-0.01, 0.01)
     return build(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-
-
-def _touch(layers: int) -> None:
-    """Take memory and give it back: a virtual machine's free memory may be its host's, and slow to come at first."""
-    torch.empty(_TOUCHED * layers // LAYERS, dtype=torch.uint8).fill_(1)
-    dist.barrier()
 
 
 def _tokens() -> Tensor:
