@@ -206,7 +206,7 @@ def _token(store: dist.Store, rank: int, world_size: int) -> str:
     own = secrets.token_hex(8)
     if world_size == 1:
         return own
-    seconds = store.timeout.total_seconds()
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]
     store = dist.PrefixStore("shardkit/start", store)
     if rank:
         store.set(f"asks/{rank}", own)
