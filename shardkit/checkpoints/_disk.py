@@ -1,19 +1,12 @@
-"""What the system is told beforehand, so that large files and tensors go faster. Where it doesn't listen, nothing is
-lost but speed."""
+"""What the system is told beforehand, so that large files go faster. Where it doesn't listen, only speed is lost."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 _library = ctypes.CDLL(None, use_errno=True)
-_LARGE_PAGE = 2**21
 _START_WRITING = 2
 """SYNC_FILE_RANGE_WRITE of sync_file_range(2)."""
 
@@ -46,13 +39,3 @@ def read_ahead(descriptor: int, start: int, size: int) -> None:
     """Have the disk begin to read what will be asked for."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a new tensor in host memory. A large one has large pages: to fill it takes a fifth of the time."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    start = -(-tensor.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
-    size = (tensor.data_ptr() + tensor.nbytes - start) // _LARGE_PAGE * _LARGE_PAGE
-    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        _library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return tensor

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shardkit.checkpoints._disk import empty, read_ahead
+from shardkit.checkpoints._disk import read_ahead
 from shardkit.checkpoints._layout import Layout, Spec, memory_of, read_layout
 from shardkit.checkpoints._manifest import checksum, read_manifest
 from shardkit.checkpoints._share import Part
@@ -38,7 +38,7 @@ class Reader:
         self.path = path
         self._layouts: dict[str, Layout] = {}
         self._descriptors: dict[str, int] = {}
-        self._buffer = empty([0], torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.manifest = read_manifest(path)
         try:
             for file, facts in self.manifest["files"].items():
@@ -74,7 +74,7 @@ class Reader:
         for start, size, expected in self._extents(file, parts):
             if self._buffer.numel() < size:
                 # Kept: to take it anew for each extent would cost more than to read into it.
-                self._buffer = empty([size], torch.uint8)
+                self._buffer = torch.empty(size, dtype=torch.uint8)
             data = memory_of(self._buffer)[:size]
             if size >= _LARGE:
                 read_ahead(self._descriptors[file], start + _AHEAD, size)
@@ -127,7 +127,7 @@ class Reader:
     def read(self, file: str, name: str) -> Tensor:
         """Return a whole tensor, on the CPU."""
         spec = self._layouts[file].specs[name]
-        tensor = empty(spec.shape, spec.dtype)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype)
         self.read_into(file, Part(name, 0, spec.numel), tensor)
         return tensor
 

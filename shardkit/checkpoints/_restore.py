@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shardkit._random import set_random_state
 from shardkit.checkpoints._contents import OPTIMIZER, RANKS, STATE, WEIGHTS
-from shardkit.checkpoints._disk import empty
 from shardkit.checkpoints._read import Reader
 from shardkit.checkpoints._schedules import regrouped
 from shardkit.checkpoints._share import Part
@@ -375,8 +374,6 @@ class _Plan:
             and held.dim() > 0
         ):
             target = held
-        elif per_element and device.type == "cpu" and values.is_contiguous():
-            target = empty(values.shape, spec.dtype)
         elif per_element:
             target = torch.empty_like(values, dtype=spec.dtype)
         else:

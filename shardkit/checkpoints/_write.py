@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardkit.checkpoints import _directory
 from shardkit.checkpoints._contents import Contents, Held
-from shardkit.checkpoints._disk import empty, reserve, start_writing
+from shardkit.checkpoints._disk import reserve, start_writing
 from shardkit.checkpoints._layout import Layout, lay_out, memory_of
 from shardkit.checkpoints._manifest import checksum, sealed
 from shardkit.checkpoints._share import Part, divide
@@ -60,9 +60,8 @@ class Writer:
             for name, start, end in parts:
                 held = self._held[file][name]
                 own = copied.setdefault(file, {}).setdefault(name, Held(held.spec, []))
-                own.runs.append(
-                    (start, empty([end - start], held.spec.dtype).copy_(_elements(_flat(held, start, end), start, end)))
-                )
+                elements = _elements(_flat(held, start, end), start, end)
+                own.runs.append((start, elements.to("cpu", held.spec.dtype, copy=True)))
         self._held = copied
 
     def write(self, path: Path, processes: Agreeing, keep: int | None) -> None:

@@ -167,7 +167,7 @@ class _Counted(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), settings: Any = None) -> Any:
         result = function(*arguments, **(settings or {}))
-        if isinstance(result, torch.Tensor) and "copy" in str(function):
+        if isinstance(result, torch.Tensor) and "_to_copy" in str(function):
             self.bytes += result.numel() * result.element_size()
         return result
 
