@@ -50,7 +50,7 @@ def test_speed(benchmark, repeats, layers, folder, strategy, what):
     *others, own = names
     over = _over_fastest(seconds, own, others)
     over_busy = _over_fastest(busy, own, others)
-    report(benchmark, seconds[own], seconds=seconds, processor=busy, over_fastest=over, processor_over=over_busy)
+    report(benchmark, seconds[own], wall=seconds, processor=busy, over_fastest=over, processor_over=over_busy)
     cells = {name.replace(f"raw {strategy}", "raw"): _seconds(seconds[name], busy[name]) for name in others}
     cells |= {"shardkit": _seconds(seconds[own], busy[own]), "over the faster": over.text(".2f")}
     if what == "save":
