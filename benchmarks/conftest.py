@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardkit")
     group.addoption("--tables", metavar="FILE", help="write the tables to a Markdown file")
     group.addoption("--repeats", type=int, default=3, help="how often a peak of memory is measured (default: 3)")
+    group.addoption("--layers", type=int, default=26, help="layers of the model whose checkpoints are measured")
+    group.addoption("--folder", metavar="DIR", help="where checkpoints are measured (default: the system's for files)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +40,19 @@ _load_at_start = pytest.StashKey[str]()
 def repeats(request: pytest.FixtureRequest) -> int:
     """How often a peak of memory is measured."""
     return int(request.config.getoption("--repeats"))
+
+
+@pytest.fixture(scope="session")
+def layers(request: pytest.FixtureRequest) -> int:
+    """How many layers the model has whose checkpoints are measured: 26 are 252 million parameters."""
+    return int(request.config.getoption("--layers"))
+
+
+@pytest.fixture(scope="session")
+def folder(request: pytest.FixtureRequest) -> str | None:
+    """Where checkpoints are measured."""
+    found = request.config.getoption("--folder")
+    return None if found is None else str(found)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

@@ -173,6 +173,22 @@ class Session(Loop):
         self._loads.forget()
         return found.state
 
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write the weights into a directory of their own, as other programs read them: ``model.safetensors``.
+
+        For a model of the transformers library ``from_pretrained`` loads the directory; other models take the file by
+        ``safetensors.torch.load_model``. Each rank writes what it holds. Of tied tensors one is written, and where the
+        backend trains in half precision, the weights in full. With ``dtype``, such as ``torch.bfloat16``, what is of
+        floating point is written in it. An export that is there already is replaced.
+
+        Raises:
+            StateError: the call isn't made on all ranks within 30 s.
+            InputError: the dtype is none of floating point, or the model has adapters.
+            CheckpointError: the directory isn't empty and holds no export, or can't be written.
+        """
+        self._require_open()
+        self._keeper.export(directory, dtype)
+
     def catch(self, *signals: int) -> None:
         """Have signals such as ``signal.SIGTERM`` end nothing: :attr:`interrupted` tells of them after the next step.
 

@@ -226,6 +226,63 @@ def import_(source: Path, directory: Path, workload: str | None, names: str | No
         click.echo(f"left out: {key!r}, which a checkpoint can't hold")
 
 
+@main.command
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--tensors", is_flag=True, help="List all tensors, with dtypes, shapes and sizes.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Read all of it and compare checksums.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@click.pass_context
+def inspect(ctx: click.Context, directory: Path, tensors: bool, verify: bool, as_json: bool) -> None:
+    """Tell what a checkpoint holds, or all those in DIRECTORY, and whether they are whole.
+
+    Exit code: 0 if all are whole, 1 if one is damaged, 2 if there is none or it is of another format.
+
+    Example: shardkit inspect checkpoints/step-00000100 --tensors
+    """
+    from shardkit.checkpoints import checkpoints
+    from shardkit.checkpoints import inspect as inspect_one
+    from shardkit.tools import inspection
+    from shardkit.tools.report import to_json
+
+    found = []
+    for path in checkpoints(directory) or [directory]:
+        with _bytes(f"verify {path.name}") as progress:
+            found.append(inspect_one(path, verify=verify, progress=progress))
+    if as_json:
+        click.echo(to_json({"checkpoints": [inspection.facts(one, tensors=tensors) for one in found]}))
+    else:
+        inspection.show(found, _console(), tensors=tensors)
+    ctx.exit(1 if any(one.damage for one in found) else 0)
+
+
+@main.command
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="What weights of floating point are written in.  [default: what they were saved in]",
+)
+def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
+    """Write the weights of CHECKPOINT, or of the last one in it, into DIRECTORY, as other programs read them.
+
+    That is model.safetensors and, for a model of the transformers library, what from_pretrained needs beside it.
+    Needs neither the model nor memory for it.
+
+    Exit code: 0 if they were written, 2 if not.
+
+    Example: shardkit export checkpoints exported --dtype bf16
+    """
+    import torch
+
+    from shardkit.checkpoints import export as write
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    with _ended_by_sigterm(), _bytes(f"export {checkpoint.name}") as progress:
+        write(checkpoint, directory, dtype=None if dtype is None else dtypes[dtype], progress=progress)
+    click.echo(f"wrote {directory}")
+
+
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end the ranks too, as Ctrl-C does."""
@@ -245,7 +302,7 @@ def _console() -> Console:
 
 @contextlib.contextmanager
 def _bytes(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr, where that is a terminal, how much of something is written."""
+    """Show on stderr, where that is a terminal, how many bytes of something are done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

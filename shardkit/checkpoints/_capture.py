@@ -318,7 +318,7 @@ def manifest(
 def described_model(model: nn.Module, parameters: list[str]) -> dict[str, Any]:
     """Return what a manifest says of a model."""
     kind = type(model)
-    described: dict[str, Any] = {
+    found: dict[str, Any] = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "parameters": parameters,
         "frozen": [name for name, value in model.named_parameters() if not value.requires_grad],
@@ -328,8 +328,9 @@ def described_model(model: nn.Module, parameters: list[str]) -> dict[str, Any]:
     for key in ("config", "generation_config"):
         config: Any = getattr(model, key, None)
         if callable(getattr(model, "save_pretrained", None)) and callable(getattr(config, "to_json_string", None)):
-            described[key] = json.loads(config.to_json_string(use_diff=False))
-    return described
+            found[key] = json.loads(config.to_json_string(use_diff=False))
+            found["unsaved"] = list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return found
 
 
 def _optimizer(training: Training, state: dict[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Any] | None:

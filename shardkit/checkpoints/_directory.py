@@ -191,10 +191,10 @@ def publish(partial: Path, path: Path, manifest: dict[str, Any], keep: int | Non
         opened.write(json.dumps(manifest, separators=(",", ":")).encode())
         opened.flush()
         os.fsync(opened.fileno())
-    _sync_directory(partial)
+    sync_directory(partial)
     partial.rename(path)
     try:
-        _sync_directory(root)
+        sync_directory(root)
     except OSError:
         # Who is told that it isn't saved shall not find it.
         path.rename(partial)
@@ -264,7 +264,8 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory on the disk."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from shardkit._processes import same_everywhere
 from shardkit.checkpoints import _directory
 from shardkit.checkpoints._capture import capture
+from shardkit.checkpoints._export import export_session
 from shardkit.checkpoints._manifest import MANIFEST
 from shardkit.checkpoints._read import Reader
 from shardkit.checkpoints._restore import Restored, agreed, restore
@@ -18,6 +19,8 @@ from shardkit.checkpoints._write import Writer, together
 from shardkit.errors import CheckpointError, DamageError, InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from shardkit._processes import Agreeing
     from shardkit.checkpoints._training import Training
 
@@ -113,6 +116,12 @@ class Keeper:
             raise DamageError(
                 f"{error}. The checkpoint before it is {str(before)!r}: to go on from there, load it by that path"
             ) from error
+
+    def export(self, directory: str | Path, dtype: torch.dtype | None) -> None:
+        """Write the weights as other programs read them."""
+        self._training.processes.meet("export")
+        self._same("export", lambda: {"directory": _place(directory), "dtype": str(dtype)})
+        export_session(self._training, Path(directory), dtype)
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written.

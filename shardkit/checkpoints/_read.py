@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from shardkit.checkpoints._disk import read_ahead
 from shardkit.checkpoints._layout import Layout, Spec, memory_of, read_layout
 from shardkit.checkpoints._manifest import checksum, read_manifest
 from shardkit.checkpoints._share import Part
@@ -17,6 +18,10 @@ from shardkit.errors import DamageError
 
 PIECE = 2**23
 """Bytes that are read at a time on the way to a tensor that isn't in host memory."""
+
+_AHEAD = 2**25
+"""Bytes that the disk is told to read before they are asked for, where that saves more than it costs."""
+_LARGE = 2**20
 
 
 @final
@@ -33,6 +38,7 @@ class Reader:
         self.path = path
         self._layouts: dict[str, Layout] = {}
         self._descriptors: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.manifest = read_manifest(path)
         try:
             for file, facts in self.manifest["files"].items():
@@ -65,11 +71,13 @@ class Reader:
         Raises:
             DamageError: the file is damaged.
         """
-        buffer = torch.empty(0, dtype=torch.uint8)
         for start, size, expected in self._extents(file, parts):
-            if buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8)
-            data = memory_of(buffer)[:size]
+            if self._buffer.numel() < size:
+                # Kept: to take it anew for each extent would cost more than to read into it.
+                self._buffer = torch.empty(size, dtype=torch.uint8)
+            data = memory_of(self._buffer)[:size]
+            if size >= _LARGE:
+                read_ahead(self._descriptors[file], start + _AHEAD, size)
             self._read(file, data, start)
             if checksum(data) != expected:
                 raise DamageError(

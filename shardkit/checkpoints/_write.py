@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardkit.checkpoints import _directory
 from shardkit.checkpoints._contents import Contents, Held
+from shardkit.checkpoints._disk import reserve, start_writing
 from shardkit.checkpoints._layout import Layout, lay_out, memory_of
 from shardkit.checkpoints._manifest import checksum, sealed
 from shardkit.checkpoints._share import Part, divide
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 EXTENT = 2**23
 """Bytes under one checksum, at most."""
+
+_AHEAD = 2**26
+"""Bytes that are written before the disk is told to begin with them."""
 
 T = TypeVar("T")
 Extents = dict[str, dict[str, list[list[Any]]]]
@@ -57,7 +62,8 @@ class Writer:
             for name, start, end in parts:
                 held = self._held[file][name]
                 own = copied.setdefault(file, {}).setdefault(name, Held(held.spec, []))
-                own.runs.append((start, _elements(_flat(held, start, end), start, end).to("cpu", copy=True)))
+                elements = _elements(_flat(held, start, end), start, end)
+                own.runs.append((start, elements.to("cpu", held.spec.dtype, copy=True)))
         self._held = copied
 
     def watch(self, watch: Callable[[int, int], None]) -> None:
@@ -73,13 +79,21 @@ class Writer:
         token = processes.agree(secrets.token_hex(4))[0]
         partial = path.parent / f"{_directory.PARTIAL}{token}"
         try:
-            together(processes, lambda: self._begin(partial) if self._rank == 0 else None)
-            extents: list[Extents] = together(processes, lambda: self._write_share(partial))
+            extents = self.write_files(partial, processes)
             together(processes, lambda: self._publish(partial, path, extents, keep) if self._rank == 0 else None)
         except BaseException:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def write_files(self, partial: Path, processes: Agreeing) -> list[Extents]:
+        """Write all files into a new directory, and return by rank what was written, with checksums. Collective.
+
+        Raises:
+            CheckpointError: they can't be written, on every rank.
+        """
+        together(processes, lambda: self._begin(partial) if self._rank == 0 else None)
+        return together(processes, lambda: self._write_share(partial))
 
     def _begin(self, partial: Path) -> None:
         needed = sum(layout.size for layout in self._layouts.values())
@@ -93,9 +107,8 @@ class Writer:
         for file, layout in self._layouts.items():
             with _directory.naming(partial / file), (partial / file).open("wb") as opened:
                 opened.write(layout.header)
-                opened.truncate(layout.size)
-                # Here, since the ranks that write elements sync their own on their own hosts.
-                os.fsync(opened.fileno())
+                opened.flush()
+                reserve(opened.fileno(), layout.size)
 
     def _write_share(self, partial: Path) -> Extents:
         if not partial.is_dir():
@@ -103,31 +116,45 @@ class Writer:
                 f"{str(partial.parent)!r} isn't one directory for all ranks: rank 0 writes there, and this rank "
                 "doesn't see it; save to a file system that all ranks share"
             )
-        return {file: self._write_parts(partial / file, file) for file in self._layouts}
+        extents: Extents = {}
+        files = list(self._layouts)
+        # Each rank begins with another file: a file system lets one process at a time write into a file.
+        turn = self._rank % len(files)
+        descriptors: dict[str, int] = {}
+        with ExitStack() as closing:
+            for file in files[turn:] + files[:turn]:
+                # Rank 0 has written the headers, too.
+                if self._share[file] or self._rank == 0:
+                    with _directory.naming(partial / file):
+                        descriptors[file] = os.open(partial / file, os.O_WRONLY)
+                        closing.callback(os.close, descriptors[file])
+                        extents[file] = self._write_parts(descriptors[file], file)
+            for file, descriptor in descriptors.items():
+                with _directory.naming(partial / file):
+                    os.fsync(descriptor)
+        return extents
 
-    def _write_parts(self, path: Path, file: str) -> dict[str, list[list[Any]]]:
+    def _write_parts(self, descriptor: int, file: str) -> dict[str, list[list[Any]]]:
         extents: dict[str, list[list[Any]]] = {}
-        layout = self._layouts[file]
-        parts = self._share[file]
-        if not parts:
-            return extents
-        with _directory.naming(path), open(path, "r+b", buffering=0) as opened:
-            descriptor = opened.fileno()
-            for name, start, end in parts:
-                held, width = self._held[file][name], layout.specs[name].itemsize
-                run = _flat(held, start, end)
-                step = max(EXTENT // width, 1)
-                for first in range(start, end, step):
-                    last = min(first + step, end)
-                    # A name for it: the memory is the tensor's.
-                    elements = _elements(run, first, last).to("cpu").contiguous()
-                    data = memory_of(elements)
-                    _write_at(descriptor, data, layout.places[name] + first * width)
-                    extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
-                    if self._watch is not None:
-                        self._written += len(data)
-                        self._watch(self._written, self._size())
-            os.fsync(descriptor)
+        layout, waiting = self._layouts[file], 0
+        for name, start, end in self._share[file]:
+            held, width = self._held[file][name], layout.specs[name].itemsize
+            run = _flat(held, start, end)
+            step = max(EXTENT // width, 1)
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                # A name for it: the memory is the tensor's.
+                elements = _elements(run, first, last).to("cpu", layout.specs[name].dtype).contiguous()
+                data = memory_of(elements)
+                write_at(descriptor, data, layout.places[name] + first * width)
+                extents.setdefault(name, []).append([first * width, len(data), checksum(data)])
+                if self._watch is not None:
+                    self._written += len(data)
+                    self._watch(self._written, self._size())
+                waiting += len(data)
+                if waiting >= _AHEAD:
+                    start_writing(descriptor)
+                    waiting = 0
         return extents
 
     def _size(self) -> int:
@@ -142,7 +169,7 @@ class Writer:
         for file, layout in self._layouts.items():
             joined: dict[str, list[list[Any]]] = {}
             for rank in extents:
-                for name, found in rank[file].items():
+                for name, found in rank.get(file, {}).items():
                     joined.setdefault(name, []).extend(found)
             files[file] = {
                 "size": layout.size,
@@ -188,7 +215,8 @@ def _elements(run: tuple[int, Tensor], start: int, end: int) -> Tensor:
     return values[start - first : end - first]
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of it at a place in a file."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -67,8 +67,8 @@ def tables(found: list[dict[str, Any]]) -> list[Any]:
     """Return a table with a row for each variant, one of the libraries, and how to mend what can't be used."""
     from rich.text import Text
 
-    variants = _table("strategy", "shards", "in host memory", "what it is")
-    libraries = _table("backend", "library", "devices", "precisions", "brought by")
+    variants = make_table("strategy", "shards", "in host memory", "what it is")
+    libraries = make_table("backend", "library", "devices", "precisions", "brought by")
     problems = []
     for backend in found:
         name = backend["name"]
@@ -92,7 +92,7 @@ def option_tables(found: list[dict[str, Any]]) -> list[Any]:
 
     if not found:
         return [Text("This backend has no options.")]
-    table = _table("option", "type", "default", "unit", "what it does")
+    table = make_table("option", "type", "default", "unit", "what it does")
     for option in found:
         texts = (option["name"], option["type"], str(option["default"]), option["unit"] or "", option["doc"])
         table.add_row(*(Text(text) for text in texts))
@@ -141,7 +141,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
