@@ -74,7 +74,7 @@ def test_complex_numbers_of_double_precision_are_pairs_of_doubles(tmp_path: Path
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x10" + b"\x00" * 7 + b"{}", b"\x02" + b"\x00" * 7 + b"[]"])
 def test_a_header_that_makes_no_sense_is_damage(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "file").write_bytes(data)
-    with pytest.raises(CheckpointError, match="file is damaged"):
+    with pytest.raises(CheckpointError, match="file' is damaged"):
         read_layout(tmp_path / "file")
 
 
