@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +24,7 @@ PIECE = 2**23
 _AHEAD = 2**25
 """Bytes that the disk is told to read before they are asked for, where that saves more than it costs."""
 _LARGE = 2**20
+_THREADS = 2
 
 
 @final
@@ -38,7 +41,8 @@ class Reader:
         self.path = path
         self._layouts: dict[str, Layout] = {}
         self._descriptors: dict[str, int] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(_THREADS)
         self.manifest = read_manifest(path)
         try:
             for file, facts in self.manifest["files"].items():
@@ -72,18 +76,59 @@ class Reader:
             DamageError: the file is damaged.
         """
         for start, size, expected in self._extents(file, parts):
-            if self._buffer.numel() < size:
-                # Kept: to take it anew for each extent would cost more than to read into it.
-                self._buffer = torch.empty(size, dtype=torch.uint8)
-            data = memory_of(self._buffer)[:size]
-            if size >= _LARGE:
-                read_ahead(self._descriptors[file], start + _AHEAD, size)
-            self._read(file, data, start)
-            if checksum(data) != expected:
-                raise DamageError(
-                    f"{str(self.path / file)!r} is damaged: bytes {start} to {start + size} aren't those that were "
-                    "written"
-                )
+            self._read_checked(file, self._memory(size), start, expected)
+
+    @torch.no_grad()
+    def fetch(self, file: str, part: Part, destination: Tensor) -> None:
+        """Read a run of elements into a new tensor of as many, and check their checksums on the way.
+
+        Raises:
+            DamageError: the file is damaged; what the tensor holds is of no use.
+        """
+        layout, target = self._layouts[file], destination.detach()
+        spec, place = layout.specs[part.name], layout.places[part.name]
+        first, last = place + part.start * spec.itemsize, place + part.end * spec.itemsize
+        in_place = target.is_cpu and target.is_contiguous() and target.dtype is spec.dtype
+        flat = target if in_place else torch.empty(part.end - part.start, dtype=spec.dtype)
+        into = memory_of(flat) if flat.numel() else memoryview(b"")
+        for start, size, expected in self._extents(file, [part]):
+            end = start + size
+            if first <= start and end <= last:
+                self._read_checked(file, into[start - first : end - first], start, expected)
+                continue
+            # Other elements are under the checksum, too.
+            data = self._memory(size)
+            self._read_checked(file, data, start, expected)
+            low, high = max(first, start), min(last, end)
+            into[low - first : high - first] = data[low - start : high - start]
+        if not in_place:
+            target.copy_(flat.view(target.shape))
+
+    def each(self, actions: Iterable[Callable[[], object]]) -> None:
+        """Do things that read, a few at a time: while one waits for the disk, another copies.
+
+        Raises:
+            DamageError: one of them has found damage.
+        """
+        for _ in self._pool.map(lambda action: action(), actions):
+            pass
+
+    def _memory(self, size: int) -> memoryview:
+        """Return this thread's memory for reading, which is kept: to take it anew costs more than to read into it."""
+        buffer: Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8)
+        return memory_of(buffer)[:size]
+
+    def _read_checked(self, file: str, data: memoryview, start: int, expected: str) -> None:
+        if len(data) >= _LARGE:
+            read_ahead(self._descriptors[file], start + _AHEAD, len(data))
+        self._read(file, data, start)
+        if checksum(data) != expected:
+            raise DamageError(
+                f"{str(self.path / file)!r} is damaged: bytes {start} to {start + len(data)} aren't those that were "
+                "written"
+            )
 
     def verify_all(self, part: int = 0, parts: int = 1) -> Iterator[int]:
         """Check all extents, or every ``parts``-th from number ``part``; yield the bytes that were checked.
@@ -164,6 +209,7 @@ class Reader:
 
     def close(self) -> None:
         """Close the files."""
+        self._pool.shutdown(cancel_futures=True)
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -111,7 +112,16 @@ class _Plan:
         self._same_size = manifest["world_size"] == training.processes.world_size
         self._same_run = self._same_size and (origin["backend"], origin["options"]) == (strategy.backend, options)
         self._check_own()
+        stepper = engine.stepper
+        self._state = {} if stepper is None else stepper.state
+        self._settings = (
+            {id(value): group for group in stepper.param_groups for value in group["params"]} if stepper else {}
+        )
         self.parts: dict[str, list[Part]] = {WEIGHTS: [], OPTIMIZER: [], STATE: [], RANKS: []}
+        """What is checked before anything changes, and read into place then."""
+        self._new: list[tuple[Shard, str, Part]] = []
+        """State that this optimizer has no tensor for yet: it is read into new ones, and checked on the way."""
+        self._fetched: dict[tuple[int, str], Tensor] = {}
         self._list_parts()
 
     # Whether it fits.
@@ -226,10 +236,13 @@ class _Plan:
             self.parts[WEIGHTS].append(Part(place, 0, saved[place].numel))
         specs = self._reader.specs(OPTIMIZER)
         for shard, entries in self._state_entries():
-            for value in entries.values():
+            for key, value in entries.items():
                 for name in tensors_of(value):
-                    part = self._run(shard, name) if self._per_element(shard, name) else None
-                    self.parts[OPTIMIZER].append(part or Part(name, 0, specs[name].numel))
+                    part = self._part(shard, name)
+                    if _is_tensor(value) and self._held(shard, key, part) is None:
+                        self._new.append((shard, key, part))
+                    else:
+                        self.parts[OPTIMIZER].append(part)
         for file, names in ((STATE, self._common_tensors()), (RANKS, self._own_tensors())):
             specs = self._reader.specs(file)
             self.parts[file] += [Part(name, 0, specs[name].numel) for name in names]
@@ -271,23 +284,26 @@ class _Plan:
         return {name for name, start, end in self.parts[file] if start == 0 and end == specs[name].numel}
 
     def verify(self, whole: Sequence[Mapping[str, set[str]]]) -> None:
-        """Check the checksums of what this rank reads, and its part of what all ranks read.
+        """Check the checksums of what this rank reads, of what all ranks read its part; read the state that is new.
 
         Raises:
             CheckpointError: a file is damaged.
         """
         rank, size = self._training.processes.rank, len(whole)
+        checked: list[tuple[str, Part]] = []
         for file, parts in self.parts.items():
             everywhere = set.intersection(*(names[file] for names in whole))
             number = 0
             for part in parts:
                 if part.name not in everywhere:
-                    self._reader.verify(file, [part])
+                    checked.append((file, part))
                     continue
                 for piece in self._reader.cut(file, part):
                     if number % size == rank:
-                        self._reader.verify(file, [piece])
+                        checked.append((file, piece))
                     number += 1
+        self._reader.each(partial(self._reader.verify, file, [part]) for file, part in checked)
+        self._reader.each(partial(self._fetch, *new) for new in self._new)
 
     def read_small(self) -> _Small:
         """Read what is no part of the weights or the optimizer's state."""
@@ -327,16 +343,16 @@ class _Plan:
 
     def fill(self, held: _Small) -> None:
         """Read weights, buffers and the optimizer's state into their places."""
-        for shard in self._weights:
-            self._reader.read_into(WEIGHTS, self._run(shard), shard.values)
-        specs = self._reader.specs(WEIGHTS)
+        reader, specs = self._reader, self._reader.specs(WEIGHTS)
+        places = [(WEIGHTS, self._run(shard), shard.values) for shard in self._weights]
         for name, value in buffers(self._training.model).items():
             place = self._first.saved(name)
-            self._reader.read_into(WEIGHTS, Part(place, 0, specs[place].numel), value)
+            places.append((WEIGHTS, Part(place, 0, specs[place].numel), value))
         stepper = self._training.engine.stepper
         if self._optimizer is not None and stepper is not None:
-            self._fill_state(stepper)
+            places += self._place_state(stepper)
             apply_settings(self._optimizer, self._groups, self._manifest["optimizer"]["attributes"], held.tensors)
+        reader.each(partial(reader.read_into, *place) for place in places)
         for name, part in extra_states(self._training.model):
             if name in held.extra:
                 part.set_extra_state(held.extra[name])
@@ -353,46 +369,63 @@ class _Plan:
         windows = [decode(each["windows"], held.own) for each in ranks]
         return Restored(self._manifest, held.state, windows)
 
-    def _fill_state(self, stepper: Optimizer) -> None:
+    def _place_state(self, stepper: Optimizer) -> list[tuple[str, Part, Tensor]]:
+        """Give the optimizer the entries of its state; return which tensors of it are yet to be read into."""
         stale = set(stepper.state)
-        groups = {id(value): group for group in stepper.param_groups for value in group["params"]}
+        places: list[tuple[str, Part, Tensor]] = []
         for shard, entries in self._state_entries():
             if not entries:
                 continue
             stale.discard(shard.values)
-            before = stepper.state[shard.values]
-            found = {}
+            before, found = stepper.state[shard.values], {}
             for key, value in entries.items():
-                held = before.get(key)
-                direct = isinstance(value, dict) and list(value) == ["$tensor"]
-                if direct:
-                    group = groups.get(id(shard.values), {})
-                    found[key] = self._state_tensor(shard, key, value["$tensor"], held, group)
-                else:
+                if not _is_tensor(value):
                     found[key] = decode(value, {name: self._reader.read(OPTIMIZER, name) for name in tensors_of(value)})
+                    continue
+                found[key] = self._fetched.pop((id(shard.values), key), None)
+                if found[key] is None:
+                    found[key] = before[key]
+                    places.append((OPTIMIZER, self._part(shard, value["$tensor"]), before[key]))
             before.clear()
             before.update(found)
         for left in stale:
             del stepper.state[left]
+        return places
 
-    def _state_tensor(self, shard: Shard, key: str, name: str, held: Any, group: Mapping[str, Any]) -> Tensor:
-        spec, values = self._reader.specs(OPTIMIZER)[name], shard.values.detach()
+    def _part(self, shard: Shard, name: str) -> Part:
+        """Return what of a tensor of the optimizer's state a shard needs."""
+        spec = self._reader.specs(OPTIMIZER)[name]
+        return self._run(shard, name) if self._per_element(shard, name) else Part(name, 0, spec.numel)
+
+    def _held(self, shard: Shard, key: str, part: Part) -> Tensor | None:
+        """Return the tensor of the optimizer's state that a part can be read into; None if there is none yet."""
+        held = self._state.get(shard.values, {}).get(key)
+        spec = self._reader.specs(OPTIMIZER)[part.name]
+        facts = (spec.dtype, self._state_device(shard, key), part.end - part.start)
+        if isinstance(held, Tensor) and (held.dtype, held.device, held.numel()) == facts and held.dim() > 0:
+            return held
+        return None
+
+    def _state_device(self, shard: Shard, key: str) -> torch.device:
+        group = self._settings.get(id(shard.values), {})
+        # Torch keeps the count of steps on the CPU unless a kernel of the device needs it.
         on_device = key != "step" or group.get("capturable") or group.get("fused")
-        device = values.device if on_device else torch.device("cpu")
-        per_element = self._per_element(shard, name)
-        part = self._run(shard, name) if per_element else Part(name, 0, spec.numel)
-        if (
-            isinstance(held, Tensor)
-            and (held.dtype, held.device, held.numel()) == (spec.dtype, device, part.end - part.start)
-            and held.dim() > 0
-        ):
-            target = held
-        elif per_element:
-            target = torch.empty_like(values, dtype=spec.dtype)
+        return shard.values.device if on_device else torch.device("cpu")
+
+    def _fetch(self, shard: Shard, key: str, part: Part) -> None:
+        """Read a tensor of the optimizer's state that is new."""
+        spec = self._reader.specs(OPTIMIZER)[part.name]
+        if self._per_element(shard, part.name):
+            target = torch.empty_like(shard.values.detach(), dtype=spec.dtype)
         else:
-            target = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        self._reader.read_into(OPTIMIZER, part, target)
-        return target
+            target = torch.empty(spec.shape, dtype=spec.dtype, device=self._state_device(shard, key))
+        self._reader.fetch(OPTIMIZER, part, target)
+        self._fetched[id(shard.values), key] = target
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether an encoded value is one tensor."""
+    return isinstance(value, dict) and list(value) == ["$tensor"]
 
 
 class _Names:
