@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 
 import shardkit
 from tests import _ahead
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave strategies that offload to the slow tests where others show the same: they share the stages' code."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            params = item.callspec.params
+            strategy = params.get("strategy") or params.get("variant") or ""
+            if "offload" in str(strategy) and _has_others_for_it(item, params):
+                item.add_marker(pytest.mark.slow)
+
+
+def _has_others_for_it(item: pytest.Function, params: dict[str, Any]) -> bool:
+    folder, module = item.path.parent.name, item.path.stem
+    if folder == "parity":
+        return module == "test_low_precision" or params.get("world_size", 2) != 2
+    return folder == "checkpoints"
 
 
 def pytest_sessionfinish() -> None:
