@@ -652,8 +652,7 @@ def memory_of_the_shards(form: str) -> dict[str, int]:
         gradients = [GRADIENT.__get__(value) for value in model.parameters()]
         held["gradients"] = sum(gradient.numel() for gradient in gradients if gradient is not None)
         session.step()
-        state = session._engine.state_dict()["optimizer"]["state"]
-        held["state"] = sum(entry["exp_avg"].numel() for entry in state.values())
+        held["state"] = sum(entry["exp_avg"].numel() for entry in session._engine.stepper.state.values())
     held["of the model"] = sum(p.numel() for p in model.parameters())
     return held
 
