@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, final
 
 import torch
@@ -162,8 +162,12 @@ class Windows(Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         # Until a pass has begun there, what it is behind is said in the terms of those who wrote the checkpoint.
-        moved = self._moved if self._resumed else {"rows": _rows(self._loader)}
+        moved = self._moved if self._resumed else {"rows": _rows(self._loader), "done": self._is_done()}
         return {"epoch": self.epoch, "position": self.position, "random": self._random, **moved}
+
+    def _is_done(self) -> bool:
+        """Return whether this rank's loader has nothing behind the position, where it has a length."""
+        return isinstance(self._loader, Sized) and self.position > 0 and self.position >= len(self._loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position, self._random = state["epoch"], state["position"], state["random"]
@@ -276,6 +280,9 @@ def moved(states: list[dict[str, Any] | None], rank: int, world_size: int) -> di
     if len(states) == world_size or any(state is None for state in states):
         return states[rank] if len(states) == world_size else None
     known = [state for state in states if state is not None]
+    if all(state.get("done") for state in known):
+        # Of a pass that is over, a short last batch included, there is nothing to deal out.
+        return {"epoch": max(state["epoch"] for state in known) + 1, "position": 0, "random": None}
     # Where it was loaded and saved again, before a pass: what the first ones had used.
     used = known[0].get("used", sum(state["position"] for state in known))
     found = {"ranks": len(known), **known[rank % len(known)], "position": used // world_size, "used": used}
@@ -347,8 +354,13 @@ def _continued(
         )
     share, before = (1, position) if used is None else (world_size, used)
     own = _rows(loader)
+    if ranks is not None and (rows is None or own is None):
+        raise InputError(
+            f"the checkpoint's {ranks} ranks had used {before} micro-batches of this pass, and how many samples those "
+            f"are can't be told, since the loader has no batch_size: {_ANEW}"
+        )
     if rows is None or own is None:
-        # A loader of another kind is taken to give as much at a time as it did.
+        # On as many ranks a loader of another kind is taken to give the same as it did.
         rows = own = 1
     if before * rows % (share * own):
         who = "this rank" if ranks is None else f"the checkpoint's {ranks} ranks"

@@ -219,7 +219,7 @@ def import_(source: Path, directory: Path, workload: str | None, names: str | No
         return
     click.echo(f"wrote {found.path}: {found.kind}, after {found.step} steps, {found.weights} tensors of the model")
     if found.names:
-        click.echo(f"the optimizer's state of {found.parameters} parameters; their names are from {found.names}")
+        click.echo(f"the optimizer, of {found.parameters} parameters; their names are from {found.names}")
     else:
         click.echo("no optimizer's state: only sessions without an optimizer load it")
     for key in found.left_out:
@@ -281,6 +281,10 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
     with _ended_by_sigterm(), _bytes(f"export {checkpoint.name}") as progress:
         write(checkpoint, directory, dtype=None if dtype is None else dtypes[dtype], progress=progress)
     click.echo(f"wrote {directory}")
+    if not (directory / "config.json").exists():
+        click.echo(
+            "no config.json, which from_pretrained needs: the checkpoint isn't known to be of a transformers model"
+        )
 
 
 @contextlib.contextmanager

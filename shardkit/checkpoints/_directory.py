@@ -96,7 +96,8 @@ def resolve(directory: Path) -> Path:
 def is_new(directory: Path) -> bool:
     """Return whether nothing was ever saved to a directory, or only what a kill left of a first save."""
     if not directory.is_dir():
-        return not directory.exists()
+        # The name of one checkpoint that isn't there is no place for a first one.
+        return not directory.exists() and not _NAME.fullmatch(directory.name)
     return not ((directory / MANIFEST).is_file() or any(directory.glob("rank-*-of-*.pt")) or checkpoints(directory))
 
 

@@ -38,6 +38,7 @@ def raise_unless_equal(
     own: Mapping[str, tuple[int, ...]],
     saved_words: str = "the checkpoint",
     own_words: str = "this session",
+    hint: str = "",
 ) -> None:
     """Raise unless both have the same names with the same shapes.
 
@@ -60,7 +61,7 @@ def raise_unless_equal(
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         told.append(f"other shapes: {listed}{more}")
     if told:
-        raise CheckpointError(f"{saved_words} doesn't fit {what}: {'; '.join(told)}")
+        raise CheckpointError(f"{saved_words} doesn't fit {what}: {'; '.join(told)}{hint}")
 
 
 def keeps(saved: torch.dtype, own: torch.dtype) -> bool:

@@ -173,6 +173,7 @@ class _Plan:
             "the optimizer",
             {name: shapes.get(name, ()) for name in place},
             {name: shapes[name] for group in groups for name in group},
+            hint=_hint([name for name in place if name in shapes and not any(name in group for group in groups)]),
         )
         for number, group in enumerate(groups):
             self._groups.append(settings_of(number, group, place, saved["groups"]))
@@ -423,6 +424,15 @@ class _Plan:
         self._fetched[id(shard.values), key] = target
 
 
+def _hint(left_out: list[str]) -> str:
+    if not left_out:
+        return ""
+    return (
+        f"; the model has {left_out[0]!r}, but the optimizer lacks it: hand it over as then, and to train without it "
+        "freeze it after the load"
+    )
+
+
 def _is_tensor(value: Any) -> bool:
     """Return whether an encoded value is one tensor."""
     return isinstance(value, dict) and list(value) == ["$tensor"]
@@ -432,6 +442,9 @@ class _Names:
     """What this model calls a parameter, and what the checkpoint does: of tied ones any may come first."""
 
     def __init__(self, training: Training, manifest: Mapping[str, Any]) -> None:
+        cure = "tie them as they were"
+        if manifest.get("imported"):
+            cure = "what was imported didn't say what was tied; import it again with the model (--workload, or model=)"
         self._own = _groups(aliases(training.model))
         self._saved = _groups(manifest["model"]["aliases"])
         firsts = {name: first for first, names in self._saved.items() for name in names}
@@ -442,7 +455,7 @@ class _Names:
                 together = sorted(self._saved.get(next(iter(found)), {next(iter(found))}))
                 raise CheckpointError(
                     f"{', '.join(sorted(names))} are one tensor here, and in the checkpoint {', '.join(together)} is "
-                    "apart from the rest: tie them as they were"
+                    f"apart from the rest: {cure}"
                 )
             self._to_saved[first] = found.pop()
         for first, names in self._saved.items():

@@ -89,3 +89,48 @@ def test_other_ranks_that_cannot_take_up_equal_parts_are_refused(tmp_path: Path)
 def test_without_the_position_the_pass_begins_anew(tmp_path: Path) -> None:
     run(begun, tmp_path / "c", 2)
     assert sorted(run(continued, tmp_path / "c", 1, False, False, processes=3)[0]) == list(range(SAMPLES))
+
+
+def listed(folder: Path, resume: bool, kind: str) -> Any:
+    """Save behind two steps, or go on, with a loader that doesn't say how many samples it gives at a time."""
+    model = W(0)
+    with shardkit.prepare(model, sgd(model, lr=0.0), "ddp") as session:
+        own = torch.arange(float(SAMPLES))[session.rank :: session.world_size]
+        batches: Any = list(own.split(12 // session.world_size))
+        if kind == "no batch size":
+            batches = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        if not resume:
+            taken(session, session.windows(batches), steps=2)
+            session.save(folder)
+            return None
+        session.load(folder)
+        try:
+            return taken(session, session.windows(batches))
+        except InputError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("kind", ["list", "no batch size"])
+def test_a_loader_that_does_not_tell_its_samples_goes_on_with_as_many_ranks_only(tmp_path: Path, kind: str) -> None:
+    run(listed, tmp_path / "c", False, kind)
+    assert "how many samples those are can't be told" in run(listed, tmp_path / "c", True, kind, processes=1)[0]
+    assert sorted(run(listed, tmp_path / "c", True, kind)[0]) == list(range(24, SAMPLES))
+
+
+def ended(folder: Path, rows: int, resume: bool) -> Any:
+    """Save within a pass's last step, of short micro-batches; or return the epoch and numbers of what comes next."""
+    model = W(0)
+    with shardkit.prepare(model, sgd(model, lr=0.0), "ddp") as session:
+        if resume:
+            session.load(folder)
+        windows = session.windows(loader(session, rows))
+        if resume:
+            return windows.epoch, sorted(taken(session, windows))
+        return taken(session, windows, steps=5), session.save(folder)
+
+
+@pytest.mark.parametrize(("processes", "rows"), [(1, 4), (3, 7), (1, 64)])
+def test_behind_the_last_step_of_a_pass_other_ranks_begin_the_next(tmp_path: Path, processes: int, rows: int) -> None:
+    seen, _ = run(ended, tmp_path / "c", 5, False)[0]
+    assert sorted(seen) == list(range(SAMPLES))
+    assert run(ended, tmp_path / "c", rows, True, processes=processes)[0] == (1, list(range(SAMPLES)))

@@ -179,3 +179,19 @@ def test_random_state_goes_on_where_it_was(tmp_path: Path) -> None:
         again = random.random(), torch.rand(3), torch.randn(2)
     assert drawn[0] == again[0]
     assert all(torch.equal(a, b) for a, b in zip(drawn[1:], again[1:], strict=True))
+
+
+def test_the_path_of_one_checkpoint_that_is_not_there_is_no_fresh_start(tmp_path: Path) -> None:
+    with opened() as session:
+        assert session.load(tmp_path / "none", missing_ok=True) is None
+        session.save(tmp_path)
+        with pytest.raises(CheckpointError, match=r"step-00000099.*doesn't exist"):
+            session.load(tmp_path / "step-00000099", missing_ok=True)
+
+
+def test_a_parameter_that_the_optimizer_was_not_given_is_told_of_with_the_cure(tmp_path: Path) -> None:
+    with opened(nn.Linear(1, 1)) as session:
+        session.save(tmp_path)
+    model = nn.Linear(1, 1)
+    with shardkit.prepare(model, sgd(nn.ParameterList([model.bias])), "ddp") as session:  # type: ignore[arg-type]
+        fails(session, tmp_path, "'weight'.* that this session lacks; the model has 'weight', but the optimizer lacks")
