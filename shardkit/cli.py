@@ -283,7 +283,8 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
     click.echo(f"wrote {directory}")
     if not (directory / "config.json").exists():
         click.echo(
-            "no config.json, which from_pretrained needs: the checkpoint isn't known to be of a transformers model"
+            "no config.json, which from_pretrained needs: the checkpoint isn't known to be of a transformers model",
+            err=True,
         )
 
 
