@@ -17,16 +17,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             params = item.callspec.params
-            strategy = params.get("strategy") or params.get("variant") or ""
-            if "offload" in str(strategy) and _has_others_for_it(item, params):
+            strategies = [params.get(name, "") for name in ("strategy", "variant", "sharded", "half")]
+            if any("offload" in str(strategy) for strategy in strategies) and _has_others_for_it(item, params):
                 item.add_marker(pytest.mark.slow)
 
 
 def _has_others_for_it(item: pytest.Function, params: dict[str, Any]) -> bool:
     folder, module = item.path.parent.name, item.path.stem
     if folder == "parity":
-        return module == "test_low_precision" or params.get("world_size", 2) != 2
-    return folder == "checkpoints"
+        return module in ("test_low_precision", "test_race") or params.get("world_size", 2) != 2
+    return folder == "checkpoints" or module == "test_sizes"
 
 
 def pytest_sessionfinish() -> None:
