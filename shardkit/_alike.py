@@ -30,7 +30,8 @@ class Alike:
         self._optimizer = optimizer
         self._loads = loads
         self._processes = processes
-        self._came = False
+        self.came = False
+        """Whether a signal that is caught has come to this rank."""
         self._caught: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def check(self, loss_scale: float) -> None:
@@ -39,7 +40,7 @@ class Alike:
         Raises:
             MismatchError: the ranks have other settings, or loaded other weights.
         """
-        came = self._came
+        came = self.came
         if self._processes.world_size > 1:
             assert self._optimizer is not None
             facts = {**facts_of(self._optimizer), "loss scale": {"value": repr(loss_scale)}}
@@ -73,4 +74,4 @@ class Alike:
         self._caught.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        self.came = True

@@ -80,6 +80,7 @@ class Loop:
         self._failed = ""
         self._closed = False
         self._loads = Loads(model)
+        self._several = processes.world_size > 1
         self._alike = Alike(engine.optimizer, self._loads, processes)
         self._guarded = guard(engine.optimizer) if engine.optimizer is not None else {}
         self._aside = Aside(engine.model)
@@ -199,7 +200,8 @@ class Loop:
         if self._overflowed:
             self._overflowed = False
             spoil(self._trained())
-        self._alike.check(self._engine.loss_scale)
+        if self._several or self._alike.came:
+            self._alike.check(self._engine.loss_scale)
         disarm(self._tripwire)
         try:
             update = self._engine.step()
