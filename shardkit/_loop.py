@@ -277,6 +277,9 @@ class Loop:
     def _taken(self) -> None:
         """Take note that all micro-batches of a window were taken; let other ranks have the passes that they need."""
         count = self._count
+        if not count.in_window:
+            # Its step was made before its iteration ended: what stands here is of the next window.
+            return
         count.exhausted = True
         if count.expected <= count.micro < count.passes:
             self._fill_up()

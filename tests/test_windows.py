@@ -258,3 +258,20 @@ def test_a_loader_that_ends_before_the_position_is_refused(tmp_path: Path) -> No
         session.load(tmp_path)
         with pytest.raises(InputError, match="behind 3 micro-batches of this pass, and the loader gives only 2"):
             _train(session, session.windows([1.0, 2.0]))
+
+
+def test_step_may_follow_each_micro_batch_of_a_window_and_the_plain_loop_a_pass() -> None:
+    model = W(0)
+    with shardkit.prepare(model, sgd(model), "ddp:accumulate=4") as session:
+        moved = []
+        for window in session.windows([[1.0]] * 10):
+            for batch in window:
+                session.backward(session.model(batch))
+                moved.append(session.step())
+        assert moved == [False, False, False, True] * 2 + [False, True]
+        for expected in (False, False, False, True):
+            session.backward(session.model([1.0]))
+            assert session.step() is expected
+        assert session.steps == 4
+        # Each gradient is the mean of ones, and the rate is 0.1.
+        assert torch.allclose(session.full_weights()["w"], torch.tensor([-0.4]))
