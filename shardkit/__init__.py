@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardkit import checkpoints as checkpoints
     from shardkit import errors as errors
+    from shardkit import parity as parity
     from shardkit._backend import Backend as Backend
     from shardkit._backend import NoOptions as NoOptions
     from shardkit._backend import Variant as Variant
@@ -51,6 +52,7 @@ _HOMES = {
     "hookimpl": "_hookimpl",
     "launch": "_launch",
     "option": "_backend",
+    "parity": "parity",
     "prepare": "_prepare",
     "register": "_registry",
 }

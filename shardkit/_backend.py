@@ -34,6 +34,8 @@ class Backend:
     it, both None for a backend on torch alone. ``install`` is the command that installs it. ``options`` is a frozen
     dataclass whose fields come from :func:`option`. ``config_keys`` are the top-level keys of the library's own JSON
     configuration: a strategy given as a path to such a file goes to this backend, as its option ``config``.
+    ``environment`` names the environment variables by which the library changes what it does, or what their names begin
+    with, to be noted in traces.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Backend:
     precisions: frozenset[str] = frozenset({"fp32"})
     options: type[Any] = NoOptions
     config_keys: frozenset[str] = frozenset()
+    environment: tuple[str, ...] = ()
 
 
 def option(default: Any, doc: str, *, unit: str | None = None) -> Any:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch.distributed as dist
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -94,6 +96,15 @@ class Engine(ABC):
 
         Called between ``backward(last=True)`` and ``step``. A parameter without a gradient is left out.
         """
+
+    def gradient_shards(self) -> list[Shard]:
+        """Return what this rank holds of the averaged gradients before clipping, and no other rank returns.
+
+        Called where ``full_gradients`` is, and only if the gradients aren't whole. A parameter without a gradient is
+        left out on every rank. To override where that is cheaper than to give rank 0 the whole, as here.
+        """
+        whole = self.full_gradients()
+        return [Shard(name, 0, value) for name, value in whole.items()] if dist.get_rank() == 0 else []
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the module's state dict, whole, as copies on CPU, on every rank."""

@@ -52,6 +52,10 @@ class DamageError(CheckpointError):
     """A file of a checkpoint is missing, or isn't what was written."""
 
 
+class TraceError(ShardkitError):
+    """A trace can't be recorded, written or read, or isn't what was written."""
+
+
 class LaunchError(ShardkitError, RuntimeError):
     """A launched process failed.
 

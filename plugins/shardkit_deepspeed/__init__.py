@@ -54,6 +54,7 @@ def shardkit_describe() -> Backend:
         precisions=frozenset({"fp32", "bf16", "fp16"}),
         options=DeepSpeedOptions,
         config_keys=TOP_LEVEL,
+        environment=("DS_", "DEEPSPEED_", "LOCAL_SIZE"),
     )
 
 

@@ -226,6 +226,15 @@ class ShardedEngine(Engine):
         # In the module's order, as every backend gives them.
         return {name: whole[name] for name in self._names.values() if name in whole}
 
+    def gradient_shards(self) -> list[Shard]:
+        self._settle()
+        names = [self._names[id(value)] for value in self._params]
+        return [
+            Shard(names[fragment.at], fragment.start, gradient)
+            for fragment, gradient in self._gradient_pieces()
+            if fragment.at not in self._fragments.absent
+        ]
+
     # Half-precision weights.
 
     @torch.no_grad()

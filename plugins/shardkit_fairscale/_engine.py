@@ -81,6 +81,11 @@ class FairScaleEngine(Engine):
             whole_gradients[self._names[parameter]] = whole.detach().cpu().clone()
         return whole_gradients
 
+    def gradient_shards(self) -> list[Shard]:
+        used = self._settle().used
+        mine = [value for value in used if self._shard.owner(value) == self._rank]
+        return [Shard(self._names[value], 0, value.grad) for value in mine if value.grad is not None]
+
     @property
     def stepper(self) -> Optimizer:
         return self._shard.inner

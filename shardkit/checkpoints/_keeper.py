@@ -34,6 +34,11 @@ class Keeper:
         self._locks: dict[str, _directory.Lock] = {}
         self._background: _Background | None = None
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of each parameter, by name."""
+        return self._training.shapes
+
     def save(
         self,
         directory: str | Path,
