@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
@@ -71,6 +71,8 @@ class Recording:
 
     trace: Trace | None = None
     """What was recorded: on rank 0, once it has ended."""
+    progress: Callable[[], None] | None = None
+    """Called after each step."""
 
     def __init__(self, session: Session, path: str | Path | None, gradients: str) -> None:
         if gradients not in ("sketch", "whole"):
@@ -88,6 +90,7 @@ class Recording:
         self._told = False
         self._gradients: list[Tensor] = []
         self._kept: list[dict[str, Tensor]] = []
+        self._numbers: dict[str, float] = {}
         self._shapes = dict(session._keeper.shapes)
         self._names = list(self._shapes)
         self._shares = Shares(session, self._shapes)
@@ -111,6 +114,15 @@ class Recording:
         start = time.perf_counter()
         self._batches.append(fingerprint(batch))
         self._own_seconds += time.perf_counter() - start
+
+    def add(self, name: str, value: float) -> None:
+        """Keep a number of this rank's under a name, for ``facts["per_rank"]``. On all ranks; not collective."""
+        self._numbers[name] = value
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """The seconds that each step took on this rank, the recording's own left out."""
+        return [step.seconds for step in self._steps]
 
     def finish(self) -> None:
         """End the recording before its context does, such as before the session is closed. Collective."""
@@ -177,6 +189,8 @@ class Recording:
                 self._weights.append(self._weights[-1])
             else:
                 self._weights.append(self._sketched_weights())
+            if self.progress is not None:
+                self.progress()
             self._since = time.perf_counter()
         return applied
 
@@ -205,7 +219,8 @@ class Recording:
         session = self._session
         processes = session._processes
         told = processes.agree(self._steps)
-        self._facts["memory"] = processes.agree(self._facts.pop("memory", 0))
+        numbers = processes.agree(self._numbers)
+        self._facts["per_rank"] = {name: [rank.get(name) for rank in numbers] for name in numbers[0]}
         weights = self._merged(torch.stack(self._weights))
         weights = _added_up(weights, self._shares.apart)
         gradients = self._merged(torch.stack(self._gradients))

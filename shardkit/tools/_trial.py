@@ -65,7 +65,7 @@ def train_reference(task: Task) -> Trial | Refusal:
         check_batches(scratch, task.batch_size, windows * min(task.steps, 4))
         _check_loss(scratch, task.batch_size)
         del scratch
-        device = _device(task)
+        device = rank_device(task.device)
         memory = PeakMemory.start(device)
         workload = make()
         model, optimizer = workload.model.to(device).train(), workload.optimizer
@@ -94,11 +94,11 @@ def train_reference(task: Task) -> Trial | Refusal:
 
 def train_strategy(task: Task, strategy: Strategy) -> Trial | Refusal:
     """Train this rank's part under a strategy. The weights come back from rank 0 only."""
-    device = _device(task)
+    device = rank_device(task.device)
     try:
         make = _find.function(task.workload)
         make()
-        _warm_up(strategy, device)
+        warm_up(strategy, device)
         memory = PeakMemory.start(device)
         workload = make()
         model = workload.model.to(device).train()
@@ -137,7 +137,7 @@ def _train(
     return losses, seconds
 
 
-def _warm_up(strategy: Strategy, device: torch.device) -> None:
+def warm_up(strategy: Strategy, device: torch.device) -> None:
     """Train one layer, so that what the backend imports and the process group hold counts as no strategy's memory."""
     # What is wrong with the strategy, the training that counts will say.
     with contextlib.suppress(Exception):
@@ -156,25 +156,31 @@ def _check_loss(workload: Workload, size: int) -> None:
         raise InputError(f"loss of the workload returns {shape}: it returns the mean over the batch, with a gradient")
 
 
-def _device(task: Task) -> torch.device:
-    if task.device == "cpu":
+def rank_device(kind: str) -> torch.device:
+    """Return this rank's device of a kind, and make it the current one."""
+    if kind == "cpu":
         return torch.device("cpu")
-    module = torch.get_device_module(task.device)
+    module = torch.get_device_module(kind)
     place = int(os.environ["LOCAL_RANK"]) % module.device_count()
     module.set_device(place)
-    return torch.device(task.device, place)
+    return torch.device(kind, place)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch with its tensors on the device, in the same mappings, lists and tuples."""
+    return mapped(batch, lambda value: value.to(device))
+
+
+def mapped(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with a function of each of its tensors, in the same mappings, lists and tuples."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
+        return {name: mapped(value, function) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(mapped(value, function) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(mapped(value, function) for value in batch)
     return batch
 
 

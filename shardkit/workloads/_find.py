@@ -53,13 +53,7 @@ def function(text: str) -> Callable[[], Workload]:
     Raises:
         InputError: there is no such name, file or function, or, once it is called, it returns something else.
     """
-    file, name = _split(check(text))
-    module = _import_file(file) if file is not None else importlib.import_module(f"{__package__}.{_module(text)}")
-    make = getattr(module, name, None)
-    if not callable(make):
-        near = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
-        known = f"its functions are {', '.join(near)}" if near else "it defines none"
-        raise InputError(f"workload file {str(file)!r} has no function {name!r}: {known}")
+    make = any_function(text)
 
     def checked() -> Workload:
         made: Any = make()
@@ -71,6 +65,22 @@ def function(text: str) -> Callable[[], Workload]:
         return made
 
     return checked
+
+
+def any_function(text: str) -> Callable[..., Any]:
+    """Return the function that a text names, whatever it takes and returns; imports its module.
+
+    Raises:
+        InputError: there is no such name, file or function.
+    """
+    file, name = _split(check(text))
+    module = _import_file(file) if file is not None else importlib.import_module(f"{__package__}.{_module(text)}")
+    found: Any = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    near = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+    known = f"its functions are {', '.join(near)}" if near else "it defines none"
+    raise InputError(f"workload file {str(file)!r} has no function {name!r}: {known}")
 
 
 def _split(text: str) -> tuple[Path | None, str]:

@@ -1,0 +1,84 @@
+"""What is run: a workload, or a user's own loop, and the settings that all runs of a comparison share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardkit.errors import InputError
+from shardkit.workloads import _find
+
+
+@dataclass(frozen=True)
+class Work:
+    """A workload, or a loop, and its size.
+
+    ``target`` is a built-in workload's name or ``FILE.py[:FUNCTION]``. A function without arguments makes a workload; a
+    loop takes a strategy and a function ``record``: it prepares a session, and trains within
+    ``with record(session):``. ``batch_size`` is that of a micro-batch of one rank. A loop knows its own sizes: of all
+    but ``processes``, ``seed`` and ``device`` nothing holds for it.
+    """
+
+    target: str
+    steps: int = 10
+    processes: int = 2
+    batch_size: int = 4
+    accumulate: int = 2
+    max_grad_norm: float | None = None
+    seed: int | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        sizes = {"steps": self.steps, "processes": self.processes, "batch size": self.batch_size}
+        for name, count in {**sizes, "accumulate": self.accumulate}.items():
+            if count < 1:
+                raise InputError(f"{name} is at least 1, not {count}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of the work.
+
+    ``kind`` is ``"arm"`` for a strategy, ``"baseline"`` for torch's own DDP without shardkit's plugins, ``"reference"``
+    for one process that trains in float64 on the whole global batch. The trace goes to the file ``trace``; a byte to
+    the file ``progress`` for each step; what the ranks print to ``log``.
+    """
+
+    work: Work
+    kind: Literal["arm", "baseline", "reference"]
+    trace: str
+    progress: str
+    log: str
+    timeout: float
+    strategy: str = ""
+    control: bool = False
+    any_version: bool = False
+    gradients: str = "sketch"
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.kind == "reference" else self.work.processes
+
+
+def function_of(target: str) -> tuple[Callable[..., Any], bool]:
+    """Return the function that a target names, and whether it is a loop; imports its file.
+
+    Raises:
+        InputError: there is no such file or function, or it takes other arguments.
+    """
+    plain = _find.any_function(target)
+    required = [
+        parameter
+        for parameter in inspect.signature(plain).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if not required:
+        return _find.function(target), False
+    if len(required) == 2:
+        return plain, True
+    raise InputError(
+        f"{target!r} takes {len(required)} arguments: a workload takes none, and a loop two, a strategy and record"
+    )
