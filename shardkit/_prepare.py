@@ -20,7 +20,7 @@ from shardkit._session import Session
 from shardkit._strategy import Strategy, is_path, read_file
 from shardkit.checkpoints._keeper import Keeper
 from shardkit.checkpoints._training import Training
-from shardkit.errors import ShardkitError, StateError, StrategyError
+from shardkit.errors import InputError, ShardkitError, StateError, StrategyError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,22 @@ def prepare(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy | 
         ShardkitError: something is wrong or can't be done right; the same error on every rank, and the model is as it
             was. The tree of errors is in :mod:`shardkit.errors`.
     """
-    plan, refusal = _plan(model, optimizer, strategy)
+    return open_session(model, optimizer, strategy)
+
+
+def open_session(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strategy: Strategy | str | Path,
+    *,
+    control: bool = False,
+    any_version: bool = False,
+) -> Session:
+    """Do as :func:`prepare`; as a ``control`` over the backend's library by itself in the place of the plugin's engine.
+
+    With ``any_version`` the library may be older than the plugin was written for.
+    """
+    plan, refusal = _plan(model, optimizer, strategy, control=control, any_version=any_version)
     if refusal is not None and expected_world_size() == 1:
         raise refusal
     processes = Processes(plan.device)
@@ -68,6 +83,7 @@ class _Plan:
     strategy: Strategy | None = None
     backend: Backend | None = None
     options: Any = None
+    control: bool = False
 
     def facts(self) -> dict[str, Any]:
         """Return what must be the same on every rank."""
@@ -78,11 +94,16 @@ class _Plan:
 
 
 def _plan(
-    model: nn.Module, optimizer: Optimizer | None, strategy: Strategy | str | Path
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strategy: Strategy | str | Path,
+    *,
+    control: bool,
+    any_version: bool,
 ) -> tuple[_Plan, ShardkitError | None]:
     """Check all that one rank can know by itself, before anything heavy is imported; return the first refusal."""
     # torch.compile hides the module behind another whose parameters bear other names.
-    plan = _Plan(model, getattr(model, "_orig_mod", model), optimizer)
+    plan = _Plan(model, getattr(model, "_orig_mod", model), optimizer, control=control)
     try:
         plan.device = check_model(plan.module)
         _check_unprepared(plan.module)
@@ -91,7 +112,9 @@ def _plan(
         plan.options = typed_options(plan.backend, plan.strategy.options)
         check_fit(plan.backend, plan.strategy, plan.device)
         check_precision(plan.module, plan.strategy.precision, plan.device)
-        _registry.require_library(plan.backend)
+        _registry.require_library(plan.backend, any_version=any_version)
+        if optimizer is None and control:
+            raise InputError("a control trains: hand over an optimizer")
         if optimizer is not None:
             check_optimizer(plan.module, optimizer)
             if expected_world_size() > 1:
@@ -121,7 +144,13 @@ def _open(plan: _Plan, processes: Processes) -> Session:
         broadcast_module(module)
     engine, failure = None, None
     try:
-        engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
+        if plan.control:
+            assert optimizer is not None
+            engine = _registry.control(backend.name, module, optimizer, strategy, plan.options)
+            if engine is None:
+                raise UnsupportedError(f"the plugin of backend {backend.name!r} has no control, a run of its library alone")
+        else:
+            engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
         if engine is None and optimizer is not None:
             raise ShardkitError(f"backend {backend.name!r} built no engine for the optimizer that it was given")
     except Exception as error:

@@ -172,8 +172,10 @@ def read_other(source: Source) -> Imported | None:
     return None
 
 
-def require_library(backend: Backend) -> None:
-    """Raise unless the backend's library can be imported and is recent enough; does not import it.
+def require_library(backend: Backend, *, any_version: bool = False) -> None:
+    """Raise unless the backend's library can be imported and, but for ``any_version``, is recent enough.
+
+    Does not import it.
 
     Raises:
         MissingLibraryError: it isn't there, or is older than the plugin was written for.
@@ -184,7 +186,7 @@ def require_library(backend: Backend) -> None:
     if importlib.util.find_spec(backend.library) is None:
         raise MissingLibraryError(f"backend {backend.name!r} needs {backend.library}, which is not installed{install}")
     name, _, least = (backend.requires or "").partition(">=")
-    if least:
+    if least and not any_version:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -199,18 +201,31 @@ def build(name: str, model: nn.Module, optimizer: Optimizer | None, strategy: St
     Raises:
         PluginError: what comes back is no engine, or the library fails to import.
     """
+    return _built("shardkit_prepare", name, model=model, optimizer=optimizer, strategy=strategy, options=options)
+
+
+def control(name: str, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: Any) -> Engine | None:
+    """Return the engine that is the backend's library by itself; None where the plugin implements no such thing.
+
+    Raises:
+        PluginError: what comes back is no engine, or the library fails to import.
+    """
+    return _built("shardkit_control", name, model=model, optimizer=optimizer, strategy=strategy, options=options)
+
+
+def _built(hook: str, name: str, **arguments: Any) -> Engine | None:
     claim = _claim(name)
     plugin = _load(claim)
     _load_wrappers()
     try:
-        engine = _only(plugin).shardkit_prepare(model=model, optimizer=optimizer, strategy=strategy, options=options)
+        engine = getattr(_only(plugin), hook)(**arguments)
     except SystemExit as error:
         raise PluginError(f"backend {name!r} ({claim.origin}) exits the interpreter with {error.code!r}") from error
     except Exception as error:
         error.add_note(f"raised by backend {name!r} ({claim.origin})")
         raise
     if engine is not None and not isinstance(engine, Engine):
-        raise PluginError(f"shardkit_prepare of plugin {name!r} ({claim.origin}) returns an Engine, not {engine!r}")
+        raise PluginError(f"{hook} of plugin {name!r} ({claim.origin}) returns an Engine, not {engine!r}")
     return engine
 
 
@@ -259,7 +274,7 @@ def _only(plugin: Any) -> Any:
         for other in manager.get_plugins()
         if other is not plugin and (manager.get_name(other) or "").startswith("backend ")
     ]
-    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_diagnose", "shardkit_import")
+    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_control", "shardkit_diagnose", "shardkit_import")
     return SimpleNamespace(**{hook: manager.subset_hook_caller(hook, remove_plugins=others) for hook in hooks})
 
 

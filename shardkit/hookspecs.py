@@ -37,6 +37,17 @@ def shardkit_prepare(model: nn.Module, optimizer: Optimizer | None, strategy: St
 
 
 @hookspec(firstresult=True)
+def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: Any) -> Engine | None:
+    """Build an engine that is the library by itself: as its documentation shows, with its own defaults. Optional.
+
+    Collective. What the strategy or the options ask for is said to the library, and nothing else; what it does wrong
+    stays wrong. ``shardkit parity upgrade`` runs it beside the plugin's own engine, since a default that changed, or a
+    race, need not show under that. It is called with any version of the library. A window has ``strategy.accumulate``
+    micro-batches that count the same; a control may refuse others. The arguments are those of ``shardkit_prepare``.
+    """
+
+
+@hookspec(firstresult=True)
 def shardkit_diagnose() -> list[Finding] | None:
     """Say what on this machine helps or harms the backend's library. Optional; ``shardkit doctor`` prints it.
 

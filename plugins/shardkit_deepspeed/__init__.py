@@ -68,6 +68,13 @@ def shardkit_prepare(
 
 
 @hookimpl
+def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: DeepSpeedOptions) -> Engine:
+    from shardkit_deepspeed._control import build
+
+    return build(model, optimizer, strategy, options)
+
+
+@hookimpl
 def shardkit_diagnose() -> list[Finding]:
     from shardkit_deepspeed._diagnose import diagnose
 

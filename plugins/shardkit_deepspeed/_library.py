@@ -86,7 +86,7 @@ def load(device: torch.device) -> Any:
         # Errors reach the user as exceptions; what is below them is DeepSpeed's diary.
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if get_accelerator().device_name() != device.type:
-            set_accelerator(_accelerator(device))
+            set_accelerator(accelerator_for(device))
         if device.type == "cpu":
             from deepspeed.utils import nvtx
 
@@ -96,7 +96,8 @@ def load(device: torch.device) -> Any:
     return deepspeed
 
 
-def _accelerator(device: torch.device) -> Any:
+def accelerator_for(device: torch.device) -> Any:
+    """Return DeepSpeed's accelerator for a device."""
     if device.type == "cuda":
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
@@ -118,7 +119,7 @@ def _join(deepspeed: Any) -> None:
         groups._release_process_group_references()
     _seen_group = weakref.ref(current)
     if comm.cdb is None:
-        with _no_compiler(deepspeed.ops):
+        with without_compiler(deepspeed.ops):
             comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)
     # DeepSpeed calls both by names that torch warns about at each call.
     for old, new in (
@@ -133,7 +134,7 @@ def _join(deepspeed: Any) -> None:
 
 
 @contextmanager
-def _no_compiler(ops: Any) -> Iterator[None]:
+def without_compiler(ops: Any) -> Iterator[None]:
     """Keep DeepSpeed from compiling its shared-memory collectives when it joins the process group.
 
     It would wait silently and for ever on the lock of a compiler that was killed, and fail without ninja. Torch's own

@@ -81,6 +81,13 @@ def shardkit_prepare(
 
 
 @hookimpl
+def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions) -> Engine:
+    from shardkit_fairscale._control import build
+
+    return build(model, optimizer, strategy, options)
+
+
+@hookimpl
 def shardkit_diagnose() -> list[Finding]:
     from shardkit_fairscale._diagnose import diagnose
 
