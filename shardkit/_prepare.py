@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +46,25 @@ def prepare(model: nn.Module, optimizer: Optimizer | None, strategy: Strategy | 
         ShardkitError: something is wrong or can't be done right; the same error on every rank, and the model is as it
             was. The tree of errors is in :mod:`shardkit.errors`.
     """
-    return open_session(model, optimizer, strategy)
+    return open_session(model, optimizer, strategy, **_overrides)
+
+
+@contextmanager
+def overriding(*, control: bool, any_version: bool) -> Iterator[None]:
+    """Return a context in which :func:`prepare` does as :func:`open_session` with these arguments.
+
+    For tools that run a loop which calls ``prepare`` itself.
+    """
+    before = dict(_overrides)
+    _overrides.update(control=control, any_version=any_version)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+
+
+_overrides: dict[str, bool] = {}
 
 
 def open_session(
@@ -148,7 +168,9 @@ def _open(plan: _Plan, processes: Processes) -> Session:
             assert optimizer is not None
             engine = _registry.control(backend.name, module, optimizer, strategy, plan.options)
             if engine is None:
-                raise UnsupportedError(f"the plugin of backend {backend.name!r} has no control, a run of its library alone")
+                raise UnsupportedError(
+                    f"the plugin of backend {backend.name!r} has no control, a run of its library alone"
+                )
         else:
             engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
         if engine is None and optimizer is not None:

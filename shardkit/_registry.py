@@ -213,6 +213,12 @@ def control(name: str, model: nn.Module, optimizer: Optimizer, strategy: Strateg
     return _built("shardkit_control", name, model=model, optimizer=optimizer, strategy=strategy, options=options)
 
 
+def has_control(name: str) -> bool:
+    """Return whether the backend's plugin can run its library by itself; imports the plugin and not the library."""
+    plugin = _load(_claim(name))
+    return any(caller.name == "shardkit_control" for caller in _manager().get_hookcallers(plugin) or [])
+
+
 def _built(hook: str, name: str, **arguments: Any) -> Engine | None:
     claim = _claim(name)
     plugin = _load(claim)

@@ -13,6 +13,7 @@ import click
 
 from shardkit import __version__
 from shardkit.errors import ShardkitError
+from shardkit.parity.cli import parity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +108,7 @@ def compare(
     from shardkit.tools import report
     from shardkit.tools.compare import compare, split_strategies
 
-    with _ended_by_sigterm(), _progress(settings["steps"]) as listener:
+    with ended_by_sigterm(), _progress(settings["steps"]) as listener:
         found = compare(workload, split_strategies(strategies), listener=listener, **settings)
     if output is not None:
         for path in report.write(found, output):
@@ -115,7 +116,7 @@ def compare(
     if as_json:
         click.echo(report.as_json(found))
     else:
-        console = _console()
+        console = make_console()
         console.print(report.table(found))
         for line in report.notes(found):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -137,7 +138,7 @@ def backends(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(found))
         return
-    console = _console()
+    console = make_console()
     for part in listing.tables(found) if name is None else listing.option_tables(found):
         console.print(part)
 
@@ -161,7 +162,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(to_json([dataclasses.asdict(finding) for finding in findings]))
     else:
-        _console().print(doctor.table(findings))
+        make_console().print(doctor.table(findings))
     ctx.exit(1 if any(finding.level == "problem" for finding in findings) else 0)
 
 
@@ -212,7 +213,7 @@ def import_(source: Path, directory: Path, workload: str | None, names: str | No
     if workload is not None:
         made = workloads.load(workload)
         how |= {"model": made.model, "optimizer": made.optimizer}
-    with _ended_by_sigterm(), _bytes(f"import {source.name}") as progress:
+    with ended_by_sigterm(), _bytes(f"import {source.name}") as progress:
         found = _import.run(source, directory, progress=progress, **how)
     if as_json:
         click.echo(to_json({**found._asdict(), "path": str(found.path)}))
@@ -251,7 +252,7 @@ def inspect(ctx: click.Context, directory: Path, tensors: bool, verify: bool, as
     if as_json:
         click.echo(to_json({"checkpoints": [inspection.facts(one, tensors=tensors) for one in found]}))
     else:
-        inspection.show(found, _console(), tensors=tensors)
+        inspection.show(found, make_console(), tensors=tensors)
     ctx.exit(1 if any(one.damage for one in found) else 0)
 
 
@@ -278,7 +279,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
     from shardkit.checkpoints import export as write
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    with _ended_by_sigterm(), _bytes(f"export {checkpoint.name}") as progress:
+    with ended_by_sigterm(), _bytes(f"export {checkpoint.name}") as progress:
         write(checkpoint, directory, dtype=None if dtype is None else dtypes[dtype], progress=progress)
     click.echo(f"wrote {directory}")
     if not (directory / "config.json").exists():
@@ -288,8 +289,11 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
         )
 
 
+main.add_command(parity)
+
+
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM end the ranks too, as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -298,7 +302,8 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Return the console on stdout."""
     from rich.console import Console
 
     # A pipe or a file has no width: rich's own guess of 80 columns would fold what needs no folding.

@@ -16,6 +16,7 @@ from shardkit import __version__
 from shardkit._options import typed_options
 from shardkit.checkpoints._training import settings
 from shardkit.parity._configuration import configuration, plain
+from shardkit.parity._shares import own_module
 from shardkit.tools.listing import distribution
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ _PRIVATE = ("TORCH_EXTENSIONS_DIR", "TORCHELASTIC_")
 def facts_of(session: Session, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the facts of a session that is about to train, as JSON."""
     strategy, backend, optimizer = session.strategy, session.backend, session.optimizer
-    names = {id(value): name for name, value in session.model.named_parameters()}
-    trainable = {name for name, value in session.model.named_parameters() if value.requires_grad}
+    module = own_module(session._engine.model, shapes)
+    names = {id(value): name for name, value in module.named_parameters()}
+    trainable = {name for name, value in module.named_parameters() if value.requires_grad}
     device = session._device
     return {
         "versions": versions(backend),
@@ -59,7 +61,7 @@ def facts_of(session: Session, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         },
         "environment": _environment(backend.environment),
         "seeds": {"torch": torch.initial_seed(), "strategy": strategy.seed},
-        "model": type(session.model).__name__,
+        "model": type(module).__name__,
         "parameters": {name: {"shape": list(shape), "trainable": name in trainable} for name, shape in shapes.items()},
         "optimizer": {
             "class": type(optimizer).__name__,

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardkit.errors import TraceError
 from shardkit.parity._sketch import Run, Sketcher
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ class _Run(NamedTuple):
     """The place of the first in the whole parameter."""
 
 
+def own_module(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Return the user's module of what the backend has the user call, which may be a wrapper around it."""
+    for module in model.modules():
+        if [name for name, _ in module.named_parameters()] == list(shapes):
+            return module
+    raise TraceError(f"the backend's {type(model).__name__} doesn't hold the module's parameters under their names")
+
+
 @final
 class Shares:
     """This rank's part in the sketches of all weights. To make it is collective."""
@@ -33,7 +42,8 @@ class Shares:
     def __init__(self, session: Session, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._engine = session._engine
         self._numel = {name: math.prod(shape) for name, shape in shapes.items()}
-        held = {name: value.numel() for name, value in self._engine.model.named_parameters()}
+        self._module = own_module(self._engine.model, shapes)
+        held = {name: value.numel() for name, value in self._module.named_parameters()}
         here = {name for name, numel in self._numel.items() if held[name] == numel}
         told = session._processes.agree(here)
         whole = set.intersection(*told)
@@ -49,7 +59,7 @@ class Shares:
         """Return the sketch of each gradient, or of this rank's part of it, by name. Collective."""
         engine = self._engine
         if engine.whole_gradients:
-            held = {name: value.grad for name, value in engine.model.named_parameters()}
+            held = {name: value.grad for name, value in self._module.named_parameters()}
             return self._sketched([(name, 0, value.to_dense()) for name, value in held.items() if value is not None])
         return self._sketched([(name, start, values) for name, start, values, _ in engine.gradient_shards()])
 
@@ -57,7 +67,7 @@ class Shares:
         """Return the sketch of each weight, or of this rank's part of it, by name."""
         shards = self._engine.weight_shards() if self._runs else []
         parts = [(run.name, run.start, shards[run.shard].values.reshape(-1)[run.begin : run.end]) for run in self._runs]
-        values = self._engine.model.named_parameters()
+        values = self._module.named_parameters()
         return self._sketched([*((name, 0, value) for name, value in values if name in self._whole), *parts])
 
     def _sketched(self, parts: list[tuple[str, int, Tensor]]) -> dict[str, Tensor]:

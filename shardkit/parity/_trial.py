@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardkit._session import Session
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, ShardkitError
 from shardkit.parity import _plain
+from shardkit.parity._loop import run_loop
 from shardkit.parity._record import Recording, record
 from shardkit.parity._reference import train_reference
 from shardkit.parity._work import Task, Work, function_of
@@ -72,7 +72,9 @@ def _run_workload(task: Task, make: Callable[[], Workload]) -> Told:
         strategy, accumulate=work.accumulate, max_grad_norm=work.max_grad_norm, seed=work.seed
     )
     make()
-    warm_up(strategy, device)
+    if not task.control:
+        # A library by itself may not bear a second process group in one process.
+        warm_up(strategy, device)
     memory = PeakMemory.start(device)
     workload = make()
     model = workload.model.to(device).train()
@@ -104,22 +106,19 @@ def _run_loop(task: Task, loop: Callable[..., Any]) -> Told:
     strategy = resolve(task.strategy)
     if task.work.seed is not None:
         strategy = dataclasses.replace(strategy, seed=task.work.seed)
-    recordings: list[Recording] = []
 
-    @contextlib.contextmanager
-    def recorded(session: Session) -> Iterator[Recording]:
-        if recordings:
-            raise InputError("a loop calls record once: it was called again")
-        with record(session, task.trace, gradients=task.gradients) as recording:  # type: ignore[arg-type]
-            recording.progress = _teller(task, session)
-            recordings.append(recording)
-            yield recording
-            recording.add("peak_memory", memory.read())
+    def begun(recording: Recording, session: Session) -> None:
+        recording.progress = _teller(task, session)
 
-    loop(strategy, recorded)
-    if not recordings:
-        raise InputError("the loop didn't record: it trains within `with record(session):`")
-    return _told(recordings[0], None, memory.read())
+    recording = run_loop(
+        loop,
+        strategy,
+        task.trace,
+        gradients=task.gradients,
+        begun=begun,
+        ended=lambda recording: recording.add("peak_memory", memory.read()),
+    )
+    return _told(recording, None, memory.read())
 
 
 def _told(recording: Recording, work: Work | None, peak: int) -> Told:
@@ -144,4 +143,3 @@ def _check_workload(make: Callable[[], Workload], work: Work) -> None:
     loss: Any = scratch.loss(scratch.model, next(scratch.batches(work.batch_size)))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError("loss of the workload returns the mean over the batch, a scalar tensor with a gradient")
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardkit.errors import InputError
@@ -82,3 +82,20 @@ def function_of(target: str) -> tuple[Callable[..., Any], bool]:
     raise InputError(
         f"{target!r} takes {len(required)} arguments: a workload takes none, and a loop two, a strategy and record"
     )
+
+
+def resolved(work: Work) -> tuple[Work, bool]:
+    """Return the work with its target's path made absolute and its device found, and whether it is a loop.
+
+    Raises:
+        InputError: there is no such workload, or no such device.
+    """
+    import torch
+
+    target = _find.check(work.target)
+    device = work.device
+    if device == "auto":
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= work.processes
+        device = "cuda" if enough else "cpu"
+    _, is_loop = function_of(target)
+    return replace(work, target=target, device=device), is_loop

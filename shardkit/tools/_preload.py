@@ -1,6 +1,7 @@
 """Imported once by the server that forks the ranks of a comparison: torch, and what the workload imports."""
 
 import contextlib
+import importlib
 import os
 import signal
 import warnings
@@ -19,4 +20,8 @@ torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 # What can't be imported is for the ranks to find, which can say so.
 with warnings.catch_warnings(), contextlib.suppress(Exception, SystemExit):
     warnings.simplefilter("ignore")
-    _find.function(os.environ["SHARDKIT_PRELOAD_WORKLOAD"])
+    _find.any_function(os.environ["SHARDKIT_PRELOAD_WORKLOAD"])
+for name in filter(None, os.environ.get("SHARDKIT_PRELOAD_MODULES", "").split(",")):
+    with warnings.catch_warnings(), contextlib.suppress(Exception, SystemExit):
+        warnings.simplefilter("ignore")
+        importlib.import_module(name)

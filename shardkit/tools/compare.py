@@ -172,7 +172,7 @@ def compare(
                 start = time.monotonic()
                 trials, failure = _run(listener, task, timeout, processes, train_strategy, strategy)
                 if failure is not None:
-                    row = dataclasses.replace(row, note=_headline(failure), details=failure.traceback or "")
+                    row = dataclasses.replace(row, note=headline(failure), details=failure.traceback or "")
                 else:
                     row = _judged(_row(row.strategy, trials, task), trials[0], reference, plain, strategy)
                 row = dataclasses.replace(row, seconds=time.monotonic() - start)
@@ -286,7 +286,7 @@ def _watched(progress: Path, listener: Listener) -> Iterator[None]:
         thread.join()
 
 
-def _headline(error: LaunchError) -> str:
+def headline(error: LaunchError) -> str:
     """Return an error in one line: the last line of a traceback that isn't a note under it."""
     text = str(error)
     if error.rank is None or "Traceback (most recent call last)" not in text:

@@ -1,0 +1,81 @@
+"""All strategies side by side on one workload, in the environment as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from shardkit.parity._judge import FACTOR, single_row
+from shardkit.parity._measure import Listener, Side, arms_of, installed_backends, measure, preload_of
+from shardkit.parity._results import Report, Row
+from shardkit.parity._results import Side as SideFacts
+from shardkit.parity._runner import Runner
+from shardkit.parity._work import Work, resolved
+
+
+def run(
+    work: Work,
+    strategies: Sequence[str] = (),
+    *,
+    controls: bool = False,
+    repeats: int = 2,
+    timeout: float = 120,
+    listener: Listener | None = None,
+) -> Report:
+    """Train the work under each strategy, or every variant that is installed, and judge each.
+
+    Each runs ``repeats`` times in fresh processes, and is held against one process of float64 and torch's own DDP
+    (:data:`shardkit.parity._judge.FACTOR`). With ``controls`` the libraries run by themselves as well. One that fails,
+    or takes longer than ``timeout`` seconds, is a row that says so.
+
+    Raises:
+        ShardkitError: the work, a number or the text of a strategy is wrong.
+    """
+    listener = listener or Listener()
+    work, is_loop = resolved(work)
+    names, notes = installed_backends()
+    arms, more = arms_of(strategies, names, controls=controls)
+    if not strategies:
+        notes += more
+    for note in notes if not strategies else ():
+        listener.note(note)
+    with Runner({}, preload=preload_of(arms)) as runner:
+        side = Side("run", runner)
+        measure([side], work, arms, is_loop=is_loop, repeats=repeats, timeout=timeout, listener=listener)
+    plain = side.baseline.distances if side.baseline is not None else None
+    rows = [single_row(arm.strategy, arm.control, side.arms[arm], plain) for arm in arms]
+    return Report(
+        "run",
+        settings(work, repeats),
+        [SideFacts("run", {}, versions_of(side), notes, baseline=side.baseline)],
+        rows,
+        exit_code(rows),
+        summary(rows),
+    )
+
+
+def settings(work: Work, repeats: int) -> dict[str, object]:
+    return {**vars(work), "repeats": repeats, "factor": FACTOR}
+
+
+def versions_of(side: Side) -> dict[str, str]:
+    """Return the versions that the runs of a side told."""
+    found: dict[str, str] = {}
+    for one in [side.baseline, *side.arms.values()]:
+        if one is not None and one.trace is not None:
+            found |= one.trace.facts["versions"]
+    return found
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """Return 1 if a strategy isn't at parity, else 2 if one could not run, else 0."""
+    verdicts = {row.verdict for row in rows}
+    return 1 if "no parity" in verdicts else 2 if verdicts & {"could not run", "refused"} else 0
+
+
+def summary(rows: Sequence[Row]) -> str:
+    counts = {
+        verdict: sum(row.verdict == verdict for row in rows) for verdict in dict.fromkeys(r.verdict for r in rows)
+    }
+    return f"{len(rows)} strategies: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
