@@ -202,9 +202,10 @@ def _place(specs: Specs) -> Path:
     facts: list[Any] = [_FORMAT, sys.version, sysconfig.get_platform(), sysconfig.get_config_var("SOABI")]
     # What is missing beside the packages, and what their extensions are linked to, belongs to this installation.
     facts += [platform.machine(), sys.prefix, installed_version("torch")]
-    facts += [[spec.name, _origin(spec) or f"=={spec.version}"] for spec in specs]
+    origins = [(spec, _origin(spec)) for spec in specs]
+    facts += [[spec.name, origin or f"=={spec.version}"] for spec, origin in origins]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
-    readable = "_".join(f"{spec.name}-{spec.version}" for spec in specs)
+    readable = "_".join(f"{spec.name}-{(origin or spec.version).split()[0]}" for spec, origin in origins)
     return _cache() / "environments" / f"{re.sub(r'[^A-Za-z0-9._+-]', '-', readable)[:80]}-{digest}"
 
 

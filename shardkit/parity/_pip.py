@@ -193,9 +193,9 @@ def signal_name(code: int) -> str:
 
 _UNFETCHED = re.compile(r"Could not fetch URL (\S+): (.*?)(?: - skipping)?$", re.MULTILINE)
 _CONNECTION = re.compile(
-    r"Max retries exceeded|NewConnectionError|ConnectTimeout|Read timed out|ConnectionReset"
-    r"|Connection (?:refused|aborted)|name resolution|Name or service not known|Network is unreachable|ProxyError|SSLError|IncompleteRead"
-    r"|HTTP error (?!404)\d|\b(?:Server|Client) Error: (?!Not Found)"
+    r"Max retries exceeded|NewConnectionError|ConnectTimeout|Read timed out|ConnectionReset|IncompleteRead"
+    r"|Connection (?:refused|aborted)|name resolution|Name or service not known|Network is unreachable"
+    r"|ProxyError|SSLError|HTTP error (?!404)\d|\b(?:Server|Client) Error: (?!Not Found)"
 )
 _CAUSE = re.compile(
     # Not pip's own kinds of errors, such as "error: metadata-generation-failed".
