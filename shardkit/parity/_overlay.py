@@ -49,7 +49,17 @@ def install(
         shutil.rmtree(fresh, ignore_errors=True)
         run_pip(
             # Compiled, the files would tell tracebacks of the place where they were built.
-            ["install", "--target", str(fresh), "--no-deps", "--no-compile", "--progress-bar=off", *how, requirement],
+            [
+                "install",
+                "--target",
+                str(fresh),
+                "--no-deps",
+                "--no-compile",
+                "-v",
+                "--progress-bar=off",
+                *how,
+                requirement,
+            ],
             work,
             package=of.name,
             version=of.version,

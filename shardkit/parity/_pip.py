@@ -249,8 +249,12 @@ def _nearest(package: str, version: str, output: str) -> str:
     asks = dict(re.findall(r"(\S+) Requires-Python ([^;]+)", other[1]) if other else [])
     if version in asks:
         return f"{package} {version} requires Python {asks[version].strip()}"
+    wanted_of = re.findall(r"^ERROR: No matching distribution found for (\S+)", output, re.MULTILINE)[-1]
+    name = re.split(r"[^A-Za-z0-9._-]", wanted_of)[0]
     if not found:
-        return f"the index has no release of {package}" + (" for this Python" if asks else "")
+        return f"the index has no release of {name}" + (" for this Python" if asks else "")
+    if name != package:
+        return f"no release of {name} is one of {wanted_of}; the last one is {found[-1]}"
     try:
         wanted = Version(version)
     except InvalidVersion:

@@ -183,7 +183,7 @@ def test_requirements_that_nobody_has_are_installed_until_none_is_missing(index:
     install(wheel(index, "third", "2.0", requires=["fourth; extra == 'more'"]), site)
     again = build(parse_specs("one==1.0"))
     assert not again.cached
-    assert again.installed == {"one": "1.0", "second": "1.0", "fourth": "1.0"} or "third" not in again.installed
+    assert again.installed == {"one": "1.0", "second": "1.0"}
 
 
 def test_a_requirement_that_another_version_meets_not_is_a_note(index: Path, site: Path) -> None:
@@ -200,6 +200,8 @@ def test_a_requirement_that_cant_be_had_is_a_failure_of_the_version(index: Path)
     failure = failure_of("one==1.0")
     assert (failure.package, failure.version, failure.stage) == ("one", "1.0", "did not install")
     assert failure.reason == "one needs absent>=3, which isn't installed: the index has no release of absent"
+    wheel(index, "absent", "2.5")
+    assert failure_of("one==1.0").reason.endswith("no release of absent is one of absent>=3; the last one is 2.5")
 
 
 def test_several_packages_are_in_one_overlay_and_compile_to_a_folder_of_their_own(index: Path) -> None:
@@ -362,25 +364,26 @@ def test_a_cached_environment_is_found_in_milliseconds(index: Path) -> None:
     assert min(seconds) < 0.1
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda folder: (folder / "environment.json").unlink(), id="no stamp"),
-        pytest.param(lambda folder: (folder / "environment.json").write_text("{"), id="half a stamp"),
-        pytest.param(lambda folder: shutil.rmtree(folder / "overlay" / "one-1.0.dist-info"), id="no metadata"),
-        pytest.param(lambda folder: (folder / "overlay" / "one" / "__init__.py").unlink(), id="no module"),
-        pytest.param(lambda folder: (folder / "overlay" / "one" / "__init__.py").write_text(""), id="emptied"),
-        pytest.param(lambda folder: shutil.rmtree(folder / "extensions"), id="no extensions"),
-    ],
-)
-def test_a_damaged_environment_is_built_anew(index: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no stamp": lambda folder: (folder / "environment.json").unlink(),
+    "half a stamp": lambda folder: (folder / "environment.json").write_text("{"),
+    "no metadata": lambda folder: shutil.rmtree(folder / "overlay" / "one-1.0.dist-info"),
+    "no module": lambda folder: (folder / "overlay" / "one" / "__init__.py").unlink(),
+    "an edited module": lambda folder: (folder / "overlay" / "one" / "__init__.py").write_text(""),
+    "no folder to compile to": lambda folder: shutil.rmtree(folder / "extensions"),
+}
+
+
+def test_a_damaged_environment_is_built_anew(index: Path, tmp_path: Path) -> None:
     wheel(index, "one", "1.0")
-    damage(build(parse_specs("one==1.0")).folder)
     made = build(parse_specs("one==1.0"))
-    assert not made.cached
-    assert printed(made, "import one; print(one.__version__)").strip() == "1.0"
-    assert build(parse_specs("one==1.0")).cached
-    assert hidden(tmp_path / "cache") == []
+    for name, damage in DAMAGES.items():
+        damage(made.folder)
+        made = build(parse_specs("one==1.0"))
+        assert not made.cached, name
+        assert build(parse_specs("one==1.0")).cached, name
+        assert printed(made, "import one; print(one.__version__)").strip() == "1.0", name
+        assert hidden(tmp_path / "cache") == [], name
 
 
 def test_two_builders_at_once_make_one_environment(index: Path, tmp_path: Path) -> None:
@@ -425,7 +428,7 @@ def test_an_interrupted_build_leaves_nothing_that_is_trusted(index: Path, tmp_pa
     # pip, and what it ran, are gone too.
     assert_ends(int(told.read_text()))
     left = hidden(tmp_path / "cache")
-    assert [path.name.startswith(".one-1.0-") for path in left] == ([True] if how == signal.SIGKILL else [])
+    assert any(path.name.startswith(".one-1.0-") for path in left) == bool(left) == (how == signal.SIGKILL)
     slow.unlink()
     wheel(index, "three", "1.0")
     # Another's leftovers go too, since nobody builds it.
@@ -472,39 +475,51 @@ def test_locks_of_killed_builds_go_when_a_run_begins_but_never_under_another_run
 # Whether it imports
 
 
-@pytest.mark.parametrize(
-    ("code", "stage", "said"),
-    [
-        ("raise RuntimeError('not on this torch')", "did not import", "raised RuntimeError: not on this torch"),
-        ("import nowhere", "did not import", "raised ModuleNotFoundError: No module named 'nowhere'"),
-        ("print('please install it'); raise SystemExit(1)", "did not import", "SystemExit: 1: please install it"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "did not import", "import one died of SIGSEGV"),
-        ("import os; os._exit(3)", "did not import", "import one ended the process with code 3"),
-        ("import os; os._exit(0)", "did not import", "import one ended the process with code 0"),
-        ("import time; time.sleep(600)", "timed out", "import one took over 3 s"),
-    ],
-)
-def test_an_import_that_fails_is_told_with_how(index: Path, code: str, stage: str, said: str) -> None:
-    wheel(index, "one", "1.0", files={"one.py": code + "\n"})
-    made = build(parse_specs("one==1.0"))
-    with pytest.raises(EnvironmentFailure) as caught:
-        check_import(made, ["one"], 3 if stage == "timed out" else 60)
-    assert (caught.value.package, caught.value.version, caught.value.stage) == ("one", "1.0", stage)
-    assert said in caught.value.reason
-
-
-def test_an_import_that_waits_for_a_lock_is_told_with_the_lock(index: Path) -> None:
-    code = """
+LOCKED = """
 import os, pathlib, time
 lock = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"], "some_op", "lock")
 lock.parent.mkdir(exist_ok=True)
 lock.touch()
 time.sleep(600)
 """
-    wheel(index, "one", "1.0", files={"one.py": code})
-    made = build(parse_specs("one==1.0"))
-    with pytest.raises(EnvironmentFailure, match=f"build lock {made.extensions}/some_op/lock"):
-        check_import(made, timeout=3)
+BROKEN = {
+    "raises": ("raise RuntimeError('not on this torch')", "raised RuntimeError: not on this torch"),
+    "lacks": ("import nowhere", "raised ModuleNotFoundError: No module named 'nowhere'"),
+    "leaves": ("print('please install it'); raise SystemExit(1)", "raised SystemExit: 1: please install it"),
+    "crashes": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+    "ends": ("import os; os._exit(3)", "ended the process with code 3"),
+    "ends_well": ("import os; os._exit(0)", "ended the process with code 0"),
+    "locked": (LOCKED, "took over 2 s; it may wait for the build lock "),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """A package of which no module can be imported."""
+    folder = tmp_path_factory.mktemp("broken")
+    files = {f"{module}.py": code for module, (code, _) in BROKEN.items()}
+    wheel(folder, "one", "1.0", files={**files, "hangs.py": "import time; time.sleep(600)"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIP_FIND_LINKS", str(folder))
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("SHARDKIT_CACHE", str(folder / "cache"))
+        return build(parse_specs("one==1.0"))
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_an_import_that_fails_is_told_with_how(broken: Environment, module: str) -> None:
+    late = module == "locked"
+    with pytest.raises(EnvironmentFailure) as caught:
+        check_import(broken, [module], 2 if late else 60)
+    assert (caught.value.package, caught.value.version) == ("one", "1.0")
+    assert caught.value.stage == ("timed out" if late else "did not import")
+    assert caught.value.reason.startswith(f"import {module} {BROKEN[module][1]}")
+    assert caught.value.reason.endswith("some_op/lock") == late
+
+
+def test_the_modules_before_one_that_hangs_are_not_blamed(broken: Environment) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"import hangs took over 2 s$"):
+        check_import(broken, ["json", "hangs"], 2)
 
 
 def test_a_module_that_comes_from_elsewhere_is_not_taken_for_the_version(
