@@ -32,7 +32,8 @@ from shardkit.parity._environments import (
 )
 from tests.parity_tool.packages import install, sdist, wheel
 
-Child = Callable[[Environment, str], str]
+PATIENCE = (2, 8, 32)
+"""Seconds after which something is given up: more where the machine was too busy to come as far as it should."""
 
 
 @pytest.fixture
@@ -257,9 +258,12 @@ def test_a_build_that_hangs_ends_with_all_that_it_started(index: Path, tmp_path:
     told = tmp_path / "child"
     code = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {told}; sleep 600'])"
     sdist(index, "one", "1.0", code)
-    failure = failure_of("one==1.0", timeout=3)
-    assert failure.stage == "timed out"
-    assert failure.reason.startswith("pip took over 3 s")
+    for seconds in PATIENCE:
+        failure = failure_of("one==1.0", timeout=seconds)
+        assert failure.stage == "timed out"
+        assert failure.reason.startswith(f"pip took over {seconds} s")
+        if told.exists():
+            break
     assert_ends(int(told.read_text()))
 
 
@@ -489,16 +493,16 @@ BROKEN = {
     "crashes": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
     "ends": ("import os; os._exit(3)", "ended the process with code 3"),
     "ends_well": ("import os; os._exit(0)", "ended the process with code 0"),
-    "locked": (LOCKED, "took over 2 s; it may wait for the build lock "),
 }
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A package of which no module can be imported."""
+    """The environment of a package of which no module can be imported."""
     folder = tmp_path_factory.mktemp("broken")
     files = {f"{module}.py": code for module, (code, _) in BROKEN.items()}
-    wheel(folder, "one", "1.0", files={**files, "hangs.py": "import time; time.sleep(600)"})
+    files |= {"hangs.py": "import time; time.sleep(600)", "locked.py": LOCKED}
+    wheel(folder, "one", "1.0", files=files)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_FIND_LINKS", str(folder))
         patch.setenv("PIP_NO_INDEX", "1")
@@ -508,18 +512,23 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.mark.parametrize("module", BROKEN)
 def test_an_import_that_fails_is_told_with_how(broken: Environment, module: str) -> None:
-    late = module == "locked"
     with pytest.raises(EnvironmentFailure) as caught:
-        check_import(broken, [module], 2 if late else 60)
-    assert (caught.value.package, caught.value.version) == ("one", "1.0")
-    assert caught.value.stage == ("timed out" if late else "did not import")
-    assert caught.value.reason.startswith(f"import {module} {BROKEN[module][1]}")
-    assert caught.value.reason.endswith("some_op/lock") == late
+        check_import(broken, [module])
+    assert (caught.value.package, caught.value.version, caught.value.stage) == ("one", "1.0", "did not import")
+    assert caught.value.reason == f"import {module} {BROKEN[module][1]}"
 
 
-def test_the_modules_before_one_that_hangs_are_not_blamed(broken: Environment) -> None:
-    with pytest.raises(EnvironmentFailure, match=r"import hangs took over 2 s$"):
-        check_import(broken, ["json", "hangs"], 2)
+@pytest.mark.parametrize("module", ["hangs", "locked"])
+def test_an_import_that_hangs_is_told_with_the_lock_that_it_may_wait_for(broken: Environment, module: str) -> None:
+    lock = f"; it may wait for the build lock {broken.extensions}/some_op/lock" if module == "locked" else ""
+    for seconds in PATIENCE:
+        with pytest.raises(EnvironmentFailure) as caught:
+            check_import(broken, ["json", module], seconds)
+        assert caught.value.stage == "timed out"
+        # The module before it isn't blamed.
+        if caught.value.reason == f"import {module} took over {seconds} s{lock}":
+            return
+    pytest.fail(caught.value.reason)
 
 
 def test_a_module_that_comes_from_elsewhere_is_not_taken_for_the_version(
