@@ -1,0 +1,177 @@
+"""Upgrades and bisections of a third party's library, which has a version for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shardkit.cli import main
+from tests.parity_tool import toy
+
+SIZES = ["--steps", "3", "--repeats", "2", "--timeout", "25"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A package index of the library's versions, the plugin beside it, and one cache for all tests."""
+    made = tmp_path_factory.mktemp("toy")
+    index, site = made / "index", made / "site"
+    site.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PIP_")]:
+            patch.delenv(name)
+        patch.setenv("PIP_CONFIG_FILE", os.devnull)
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(index))
+        patch.setenv("SHARDKIT_CACHE", str(made / "cache"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
+        patch.syspath_prepend(site)
+        toy.make(index, site)
+        yield made
+
+
+def shardkit(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["parity", *arguments])
+
+
+def upgraded(before: str, after: str, *more: str) -> tuple[int, dict[str, Any]]:
+    done = shardkit("upgrade", f"toylib=={before}", f"toylib=={after}", "--workload", "mlp", *SIZES, "--json", *more)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_version_that_changes_nothing_is_the_same(folder: Path) -> None:
+    code, report = upgraded("installed", "1.1")
+    [row] = report["rows"]
+    assert (code, row["verdict"], row["strategy"]) == (0, "same", "toy")
+    assert [side["versions"]["toylib"] for side in report["sides"]] == ["1.0", "1.1"]
+
+
+def test_a_default_that_changed_is_named_with_both_values(folder: Path) -> None:
+    code, report = upgraded("1.1", "1.2")
+    [row] = report["rows"]
+    assert (code, row["verdict"]) == (1, "different")
+    assert [(one["what"], one["a"], one["b"]) for one in row["changed"]] == [("Averager.bucket", 16, 32)]
+
+
+def test_a_sum_in_place_of_a_mean_is_named(folder: Path) -> None:
+    code, report = upgraded("1.0", "1.3")
+    [row] = report["rows"]
+    assert (code, row["verdict"]) == (1, "different")
+    assert row["comparison"]["diagnoses"][0]["name"] == "world size"
+    assert row["comparison"]["parting"]["quantity"] == "gradient"
+
+
+def test_a_run_that_differs_from_itself_is_a_race(folder: Path) -> None:
+    code, report = upgraded("1.0", "1.7")
+    [row] = report["rows"]
+    assert (code, row["verdict"]) == (1, "different")
+    assert row["before"]["repeatable"]
+    assert not row["after"]["repeatable"]
+    assert "race" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "words"),
+    [
+        ("9.9", "install", "9.9"),
+        ("1.4", "import", "SystemExit"),
+        ("1.6", "crash", "SIGSEGV"),
+        ("1.8", "error", "ValueError: no such bucket"),
+        pytest.param("1.5", "timeout", "did not end within", marks=pytest.mark.slow),
+        pytest.param("1.9", "import", "took over", marks=pytest.mark.slow),
+    ],
+)
+def test_a_version_that_cant_run_is_a_row_that_says_how(folder: Path, version: str, stage: str, words: str) -> None:
+    code, report = upgraded("1.0", version)
+    [row] = report["rows"]
+    assert (code, row["verdict"]) == (2, "could not run")
+    assert row["before"]["runs"] == 2
+    assert row["after"]["failure"]["stage"] == stage
+    assert words in row["after"]["failure"]["headline"]
+    assert "after" in row["reason"]
+
+
+def test_the_reports_are_written(folder: Path, tmp_path: Path) -> None:
+    upgraded("1.0", "1.3", "--output", str(tmp_path / "report"))
+    assert json.loads((tmp_path / "report/report.json").read_text())["exit_code"] == 1
+    cases = xml.etree.ElementTree.parse(tmp_path / "report/report.xml").getroot().iter("testcase")
+    assert any("toy" in (case.get("name") or "") for case in cases)
+    assert "<svg" in (tmp_path / "report/report.html").read_text() or "base64" in (
+        tmp_path / "report/report.html"
+    ).read_text()
+
+
+def test_a_bisection_finds_the_first_that_differs_and_skips_what_cant_run(folder: Path) -> None:
+    done = shardkit(
+        "bisect", "toylib", "--good", "1.0", "--bad", "2.1", "--workload", "mlp", *SIZES[:2], "--repeats", "1", "--json"
+    )
+    found = json.loads(done.stdout)
+    # 1.2 is other in a setting: that is the first difference.
+    assert (done.exit_code, found["first"], found["last_same"]) == (0, "1.2", "1.1")
+
+
+def test_a_bisection_between_equal_versions_says_that_there_is_nothing(folder: Path) -> None:
+    done = shardkit("bisect", "toylib", "--good", "1.0", "--bad", "1.1", "--workload", "mlp", *SIZES[:2], "--json")
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["first"]) == (1, None)
+
+
+def test_an_interrupted_upgrade_leaves_no_process(folder: Path) -> None:
+    command = [sys.executable, "-m", "shardkit", "parity", "upgrade", "toylib==1.0", "toylib==1.5"]
+    marker = f"toy-{time.time_ns()}"
+    process = subprocess.Popen(
+        [*command, "--workload", "mlp", "--steps", "3"],
+        env={**os.environ, "TOY_MARKER": marker},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "before: toy: done" in line:
+            break
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(20) == 143
+    deadline = time.monotonic() + 20
+    while left := _marked(marker):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _marked(marker: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["upgrade", "toylib>=1", "toylib==1.1"], "toylib==version"),
+        (["upgrade", "toylib==1.0", "torch==installed"], "both sides must name the same packages"),
+        (["upgrade", "toylib==1.0", "toylib==1.1", "--workload", "nothing"], "no workload is named 'nothing'"),
+        (["upgrade", "toylib==1.0", "toylib==1.1", "--strategies", "toyy"], "did you mean 'toy'"),
+        (["upgrade", "toylib==1.0", "toylib==1.1", "--strategies", "toy:accumulate=3"], "--accumulate"),
+        (["bisect", "toylib", "--good", "1.0", "--bad", "1.0"], "the same version"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(folder: Path, arguments: list[str], words: str) -> None:
+    done = shardkit(*arguments)
+    assert done.exit_code == 2
+    assert words in done.output
