@@ -148,7 +148,9 @@ def _open(plan: _Plan, processes: Processes) -> Session:
             assert optimizer is not None
             engine = _registry.control(backend.name, module, optimizer, strategy, plan.options)
             if engine is None:
-                raise UnsupportedError(f"the plugin of backend {backend.name!r} has no control, a run of its library alone")
+                raise UnsupportedError(
+                    f"the plugin of backend {backend.name!r} has no control, a run of its library alone"
+                )
         else:
             engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
         if engine is None and optimizer is not None:
