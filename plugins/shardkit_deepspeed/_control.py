@@ -18,7 +18,7 @@ from shardkit.errors import InputError, UnsupportedError
 from shardkit.gradients import gradients, total_norm
 from shardkit.optimizers import twin
 from shardkit_deepspeed._keys import OFFLOADS, ZERO_OPTIONS
-from shardkit_deepspeed._library import accelerator_for, quiet, restore_linear, without_compiler
+from shardkit_deepspeed._library import accelerator_for, follow_group, quiet, restore_linear, without_compiler
 from shardkit_deepspeed._restore import Restore
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class ControlEngine(Engine):
     """DeepSpeed's engine, which is also the module that the user calls."""
 
     optimizer: Optimizer
+    # So that ranks with fewer micro-batches refuse along with the others, which wait for them in a forward.
+    lockstep = "forward"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: DeepSpeedOptions) -> None:
         config = config_of(strategy, options)
@@ -81,6 +83,7 @@ class ControlEngine(Engine):
         self.optimizer = optimizer
         self.whole_gradients = self._stage == 0
         self._accumulate = strategy.accumulate
+        self._checked: Tensor | None = None
         self._wants_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._names = {id(value): name for name, value in model.named_parameters()}
         self._values: list[Any] = list(model.parameters())
@@ -100,15 +103,23 @@ class ControlEngine(Engine):
         self.model = self._engine
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
-        share = gradient.item()
-        if not math.isnan(share) and not math.isclose(share, 1 / self._accumulate, rel_tol=1e-6):
-            raise UnsupportedError(
-                f"the control of backend 'deepspeed' divides each loss by accumulate={self._accumulate} itself, and can't "
-                f"give a micro-batch the weight {share}: let every window have that many micro-batches on every rank"
-            )
+        self._check(gradient)
         self._engine.backward(loss)
         if not last:
             self._engine.step()
+
+    def _check(self, gradient: Tensor) -> None:
+        """Raise unless the window is a whole one of micro-batches that count the same."""
+        if gradient is self._checked:
+            return
+        share = gradient.item()
+        if not math.isnan(share):
+            if not math.isclose(share, 1 / self._accumulate, rel_tol=torch.finfo(gradient.dtype).eps):
+                raise UnsupportedError(
+                    f"the control of backend 'deepspeed' divides each loss by accumulate={self._accumulate} itself "
+                    f"and can't give one the weight {share:.4g}: every window must have that many on every rank"
+                )
+            self._checked = gradient
 
     def step(self) -> Update:
         norm = total_norm(gradients(self._values)).item() if self._wants_norm and self._stage == 0 else None
@@ -161,11 +172,13 @@ class ControlEngine(Engine):
     @torch.no_grad()
     def _whole(self, value: Any) -> Tensor:
         if not hasattr(value, "ds_id"):
-            copy: Tensor = value.detach().clone()
-            return copy
+            return _copied(value)
         with self._deepspeed.zero.GatheredParameters([value]):
-            copy = value.detach().clone()
-        return copy
+            return _copied(value)
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.detach().clone()
 
 
 def _refuse_checkpoint() -> NoReturn:
@@ -185,7 +198,8 @@ def _import(device: torch.device) -> Any:
     if Version(deepspeed.__version__) < _NEEDS_LOCAL_SIZE:
         # At stage 3 these ask the program numactl how many devices there are, which may not be installed.
         os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
-    # An engine of the plugin's own that was here before has changed how DeepSpeed calls torch.
+    follow_group()
+    # An engine of the plugin's own that was here before has changed how this one calls torch.
     comm.cdb = None
     # Else the collectives in shared memory are compiled first: a minute in each fresh environment, for ever at the lock
     # of a compiler that was killed, and for nothing, since without its own launcher DeepSpeed doesn't use them.

@@ -107,17 +107,23 @@ def accelerator_for(device: torch.device) -> Any:
     return CPU_Accelerator()
 
 
-def _join(deepspeed: Any) -> None:
+def follow_group() -> None:
+    """Have DeepSpeed forget the process group that it knew, if that is gone, and the subgroups that it made of it."""
     global _seen_group
     import deepspeed.comm.comm as comm
     from deepspeed.utils import groups
 
     current = dist.distributed_c10d._get_default_group()
     if _seen_group is not None and _seen_group() is not current:
-        # The group that DeepSpeed knew is gone, and with it the subgroups that it made.
         comm.cdb = None
         groups._release_process_group_references()
     _seen_group = weakref.ref(current)
+
+
+def _join(deepspeed: Any) -> None:
+    import deepspeed.comm.comm as comm
+
+    follow_group()
     if comm.cdb is None:
         with without_compiler(deepspeed.ops):
             comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, dist_init_required=False)

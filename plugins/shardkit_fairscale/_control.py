@@ -36,6 +36,8 @@ class ControlEngine(Engine):
     """OSS, and the wrapper around the module that the user calls."""
 
     optimizer: Optimizer
+    # So that ranks with fewer micro-batches refuse along with the others, which wait for them in a forward.
+    lockstep = "forward"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
@@ -46,6 +48,7 @@ class ControlEngine(Engine):
         self._clip = strategy.max_grad_norm
         self._wants_norm = strategy.track_grad_norm
         self._accumulate = strategy.accumulate
+        self._checked: Tensor | None = None
         self._sharded = options.shard == "gradients"
         self.whole_gradients = not self._sharded
         self._rank = dist.get_rank()
@@ -80,16 +83,24 @@ class ControlEngine(Engine):
             self._alone = None
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
-        share = gradient.item()
-        if not math.isnan(share) and not math.isclose(share, 1 / self._accumulate, rel_tol=1e-6):
-            raise UnsupportedError(
-                f"the control of backend 'fairscale' averages at micro-batch {self._accumulate} of accumulate, and can't "
-                f"give one the weight {share}: let every window have that many micro-batches on every rank"
-            )
+        self._check(gradient)
         loss.backward(gradient)
         self._micro += 1
         if self._micro == self._accumulate - 1:
             self._synchronize()
+
+    def _check(self, gradient: Tensor) -> None:
+        """Raise unless the window is a whole one of micro-batches that count the same."""
+        if gradient is self._checked:
+            return
+        share = gradient.item()
+        if not math.isnan(share):
+            if not math.isclose(share, 1 / self._accumulate, rel_tol=torch.finfo(gradient.dtype).eps):
+                raise UnsupportedError(
+                    f"the control of backend 'fairscale' averages at micro-batch {self._accumulate} of a window "
+                    f"and can't give one the weight {share:.4g}: every window must have that many on every rank"
+                )
+            self._checked = gradient
 
     def step(self) -> Update:
         norm = None
