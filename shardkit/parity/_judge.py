@@ -28,7 +28,7 @@ distribution; a wrong scale, a lost gradient, or another clipping is at 1000 and
 """
 
 FLOOR = 2.0**-23
-"""The least distance that plain DDP is taken to have, one unit in the last place of float32: its own may be 0 by luck."""
+"""The least distance that plain DDP is taken to have, an ULP of float32: its own may be 0 by luck."""
 
 
 def measured(outcomes: Sequence[Ran | Failure], reference: Trace | None, baseline: Distances | None) -> Measured:

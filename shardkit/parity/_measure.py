@@ -140,7 +140,8 @@ def arms_of(strategies: Sequence[str], backends: Sequence[str], *, controls: boo
         StrategyError: the text of a strategy is wrong, or sets what holds for all.
         BackendNotFoundError: no installed backend has the name.
     """
-    found, notes = [], []
+    found: list[Arm] = []
+    notes: list[str] = []
     if strategies:
         for text in strategies:
             found += _with_control(text, _checked(text), controls)

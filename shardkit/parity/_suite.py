@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from shardkit.parity._judge import FACTOR, single_row
@@ -78,4 +77,3 @@ def summary(rows: Sequence[Row]) -> str:
         verdict: sum(row.verdict == verdict for row in rows) for verdict in dict.fromkeys(r.verdict for r in rows)
     }
     return f"{len(rows)} strategies: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-

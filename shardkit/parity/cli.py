@@ -41,9 +41,7 @@ def _work(function: Callable[..., Any]) -> Callable[..., Any]:
             "--accumulate", default=2, show_default=True, type=click.IntRange(1), help="Micro-batches per step."
         ),
         click.option("--max-grad-norm", type=float, help="Clip the global L2 norm of the gradient.  [default: not]"),
-        click.option(
-            "--seed", type=int, help="Seed of the random generators, plus the rank."
-        ),
+        click.option("--seed", type=int, help="Seed of the random generators, plus the rank."),
         click.option(
             "--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]), help="Where."
         ),

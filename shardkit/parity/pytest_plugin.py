@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardkit.parity._trace import Trace
 
 _MARK = (
-    "parity(*strategies, against=None, processes=2, timeout=300, exact=False): run the test once for each strategy; the "
+    "parity(*strategies, against=None, processes=2, timeout=300, exact=False): run the test under each strategy; the "
     'fixture "parity" holds its loop to the trace in the file "against", or to the first strategy. See docs/parity.md'
 )
 _KEYWORDS = ("against", "processes", "timeout", "exact")

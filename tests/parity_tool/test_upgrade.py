@@ -106,9 +106,10 @@ def test_the_reports_are_written(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report/report.json").read_text())["exit_code"] == 1
     cases = xml.etree.ElementTree.parse(tmp_path / "report/report.xml").getroot().iter("testcase")
     assert any("toy" in (case.get("name") or "") for case in cases)
-    assert "<svg" in (tmp_path / "report/report.html").read_text() or "base64" in (
-        tmp_path / "report/report.html"
-    ).read_text()
+    assert (
+        "<svg" in (tmp_path / "report/report.html").read_text()
+        or "base64" in (tmp_path / "report/report.html").read_text()
+    )
 
 
 def test_a_bisection_finds_the_first_that_differs_and_skips_what_cant_run(folder: Path) -> None:

@@ -26,7 +26,7 @@ class Averager:
         {after}
 """
 
-_PLUGIN = '''
+_PLUGIN = """
 import torch.distributed as dist
 from shardkit import Backend, Engine, Update, Variant, hookimpl
 
@@ -68,7 +68,7 @@ def shardkit_prepare(model, optimizer, strategy, options):
     import toylib
 
     return ToyEngine(model, optimizer, toylib.Averager())
-'''
+"""
 
 # Each version, and what is other in it than in 1.0.
 VERSIONS: dict[str, dict[str, str]] = {

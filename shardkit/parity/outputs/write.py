@@ -35,16 +35,15 @@ def check(output: Path | None) -> None:
         raise InputError(f"--output: {str(output)!r} can't be made: {error.strerror}") from error
 
 
-def emit(
-    found: Comparison | Report | Bisection, console: Console, *, as_json: bool, output: Path | None
-) -> None:
+def emit(found: Comparison | Report | Bisection, console: Console, *, as_json: bool, output: Path | None) -> None:
     """Print what was found, as JSON or for a reader, and write it into the directory."""
     from shardkit.parity import outputs
     from shardkit.parity._bisect import Bisection
+    from shardkit.tools.report import to_json
 
     if isinstance(found, Bisection):
         if as_json:
-            console.file.write(outputs.to_json(found) + "\n")
+            console.file.write(to_json(asdict(found)) + "\n")
         else:
             for one in found.tried:
                 console.print(f"{one.version:<12} {one.verdict:<14} {one.reason}", markup=False, soft_wrap=True)
@@ -71,5 +70,3 @@ def as_text(found: Comparison) -> str:
     text = io.StringIO()
     outputs.show(found, Console(file=text, width=110))
     return text.getvalue()
-
-
