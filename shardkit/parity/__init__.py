@@ -1,0 +1,1 @@
+"""Say where two runs part, why, and since which version."""
