@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Parity: record what a run was like, compare it with another, and say where they part and why."""
 
 from __future__ import annotations
@@ -20,3 +21,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"shardkit.parity.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+=======
+"""Say where two runs part, why, and since which version."""
+>>>>>>> env
