@@ -7,11 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardkit.parity._compare import compare as compare
     from shardkit.parity._record import Recording as Recording
     from shardkit.parity._record import record as record
     from shardkit.parity._trace import Trace as Trace
 
-_HOMES = {"Recording": "_record", "Trace": "_trace", "record": "_record"}
+_HOMES = {"Recording": "_record", "Trace": "_trace", "compare": "_compare", "record": "_record"}
 __all__ = sorted(_HOMES)
 
 

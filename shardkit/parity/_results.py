@@ -33,7 +33,7 @@ class Parting:
     ``"learning rate"``, ``"applied"`` or ``"weight"``; ``parameter`` the parameter or the group, where it is of one.
     ``step`` counts from 1. ``relative`` is the difference over a's value, of a tensor in L2 norms. ``ulps`` is how many
     float32 numbers lie between two single values; None for tensors. ``rank`` is the one on which it is seen, if not on
-    all.
+    all. ``count`` is how many parameters part there, of those the named one the furthest; 0 for what is of none.
     """
 
     step: int
@@ -44,6 +44,7 @@ class Parting:
     relative: float = 0.0
     ulps: float | None = None
     rank: int | None = None
+    count: int = 0
 
 
 @dataclass(frozen=True)
