@@ -83,10 +83,6 @@ class Environment:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-<<<<<<< HEAD
-        """Hold the environment while children run in it; removes first what killed ones left, if nobody else does."""
-        with (self.folder / "run.lock").open("a") as file:
-=======
         """Hold the environment while children run in it.
 
         Removes first the locks that killed children left, unless another run holds the environment too.
@@ -101,7 +97,6 @@ class Environment:
             reason = f"{self.folder} is gone from the cache: {error.strerror}"
             raise EnvironmentFailure(first.name, first.version, "did not install", reason) from error
         with opened as file:
->>>>>>> env
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for lock in stale_locks(self.extensions):
@@ -157,12 +152,8 @@ def build(
                 installed = _fill(work, specs, tell, timeout, stop)
                 seconds = round(time.monotonic() - begun, 1)
                 stamp = {"format": _FORMAT, "specs": [vars(spec) for spec in specs], "installed": installed}
-<<<<<<< HEAD
-                stamp |= {"notes": _state(work, specs, installed), "seconds": seconds, "python": sys.version}
-=======
                 stamp |= {"seconds": seconds, "python": sys.version}
                 _check(work, specs, installed)
->>>>>>> env
                 (work / _STAMP).write_text(json.dumps(stamp, indent=1))
                 if place.exists():
                     # Damaged; as a leftover it is removed even if that is interrupted.
@@ -267,10 +258,7 @@ def _cached(specs: Specs, place: Path, *, fresh: bool = False) -> Environment | 
     missing, notes = _overlay.requirements(overlay, installed)
     if missing:
         return None  # and the other way around
-<<<<<<< HEAD
-=======
     notes += _overlay.hiding(overlay, sorted(installed.keys() - asked))
->>>>>>> env
     used = overlay if installed else None
     return Environment(
         str(specs), specs, place, used, place / "extensions", installed, tuple(notes), seconds, not fresh
@@ -336,21 +324,12 @@ def _fill(work: Path, specs: Specs, tell: Callable[[str], None], timeout: float,
     return installed
 
 
-<<<<<<< HEAD
-def _state(work: Path, specs: Specs, installed: dict[str, str]) -> list[str]:
-    """Return the notes about an overlay that was filled; raise if it isn't what it should be."""
-=======
 def _check(work: Path, specs: Specs, installed: dict[str, str]) -> None:
     """Raise unless an overlay is what pip said that it is."""
->>>>>>> env
     if not _overlay.is_whole(work / "overlay", installed):
         first = _asked(specs)[0]
         reason = "pip reported success, but files of it are missing"
         raise EnvironmentFailure(first.name, first.version, "did not install", reason)
-<<<<<<< HEAD
-    return _overlay.requirements(work / "overlay", installed)[1]
-=======
->>>>>>> env
 
 
 # Whether it imports

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import os
-import shutil
-from collections.abc import Callable, Collection
-=======
 import importlib.machinery
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable
->>>>>>> env
 from importlib import metadata
 from pathlib import Path
 from threading import Event
@@ -25,9 +19,6 @@ from packaging.version import InvalidVersion
 from shardkit.parity._pip import EnvironmentFailure, run_pip
 from shardkit.parity._specs import Spec, installed_version
 
-<<<<<<< HEAD
-_TOLD = ("Collecting ", "Downloading ", "Using cached ", "Preparing ", "Building wheel", "Installing collected")
-=======
 _TOLD = (
     "Collecting ",
     "Downloading ",
@@ -37,7 +28,6 @@ _TOLD = (
     "Installing collected",
     "WARNING: Retrying",
 )
->>>>>>> env
 
 
 def install(
@@ -61,11 +51,7 @@ def install(
 
     def line(text: str) -> None:
         if text.strip().startswith(_TOLD):
-<<<<<<< HEAD
-            tell(text.strip())
-=======
             tell(text.strip()[:200])
->>>>>>> env
 
     def attempt(*how: str) -> None:
         # pip skips a folder that is there already, such as bin or one of a namespace: each run has its own target.
@@ -214,8 +200,6 @@ def requirements(overlay: Path, installed: Collection[str]) -> tuple[dict[str, t
     return missing, sorted(notes)
 
 
-<<<<<<< HEAD
-=======
 def hiding(overlay: Path, names: Iterable[str]) -> list[str]:
     """Return a note for each installed module that one of these packages of the overlay hides by the way."""
     notes = []
@@ -228,7 +212,6 @@ def hiding(overlay: Path, names: Iterable[str]) -> list[str]:
     return notes
 
 
->>>>>>> env
 def modules(overlay: Path | None, name: str) -> list[str]:
     """Return the modules that a package provides, the one of its own name first."""
     found = distributions(overlay).get(name) if overlay is not None else None

@@ -249,38 +249,23 @@ def _nearest(package: str, version: str, output: str) -> str:
     asks = dict(re.findall(r"(\S+) Requires-Python ([^;]+)", other[1]) if other else [])
     if version in asks:
         return f"{package} {version} requires Python {asks[version].strip()}"
-<<<<<<< HEAD
-    wanted_of = re.findall(r"^ERROR: No matching distribution found for (\S+)", output, re.MULTILINE)[-1]
-    name = re.split(r"[^A-Za-z0-9._-]", wanted_of)[0]
-    if not found:
-        return f"the index has no release of {name}" + (" for this Python" if asks else "")
-=======
     python = f"for Python {sys.version_info.major}.{sys.version_info.minor}"
     wanted_of = re.findall(r"^ERROR: No matching distribution found for (\S+)", output, re.MULTILINE)[-1]
     name = re.split(r"[^A-Za-z0-9._-]", wanted_of)[0]
     if not found:
         return f"the index has no release of {name}" + (f" {python}" if asks else "")
->>>>>>> env
     if name != package:
         return f"no release of {name} is one of {wanted_of}; the last one is {found[-1]}"
     try:
         wanted = Version(version)
     except InvalidVersion:
-<<<<<<< HEAD
-        return f"there is no {package} {version}"
-=======
         return f"there is no {package} {version} {python}"
->>>>>>> env
     if not wanted.is_prerelease:
         found = [one for one in found if not one.is_prerelease] or found
     below, above = [one for one in found if one < wanted][-2:], [one for one in found if one > wanted][:2]
     near = [str(one) for one in below + above]
     text = near[0] if len(near) == 1 else f"{', '.join(near[:-1])} and {near[-1]}"
-<<<<<<< HEAD
-    return f"there is no {package} {version}; the nearest {'is' if len(near) == 1 else 'are'} {text}"
-=======
     return f"there is no {package} {version} {python}; the nearest {'is' if len(near) == 1 else 'are'} {text}"
->>>>>>> env
 
 
 def known(texts: Sequence[str]) -> list[Version]:

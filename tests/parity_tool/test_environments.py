@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 import contextlib
->>>>>>> env
 import functools
 import http.server
 import json
@@ -200,8 +197,6 @@ def test_a_requirement_that_another_version_meets_not_is_a_note(index: Path, sit
     assert build(parse_specs("one==1.0")).notes == made.notes
 
 
-<<<<<<< HEAD
-=======
 def test_a_requirement_that_hides_an_installed_module_is_a_note(index: Path, site: Path) -> None:
     install(wheel(index, "rest", "5.0"), site)
     wheel(index, "slim", "1.0", files={"rest/__init__.py": "", "slim.py": ""})
@@ -210,7 +205,6 @@ def test_a_requirement_that_hides_an_installed_module_is_a_note(index: Path, sit
     assert build(parse_specs("one==1.0")).notes == (note,)
 
 
->>>>>>> env
 def test_a_requirement_that_cant_be_had_is_a_failure_of_the_version(index: Path) -> None:
     wheel(index, "one", "1.0", requires=["absent>=3"])
     failure = failure_of("one==1.0")
@@ -242,12 +236,8 @@ def test_a_version_that_does_not_exist_is_told_with_the_nearest(index: Path) -> 
     missing, made = build_all([parse_specs("one==1.2"), parse_specs("two==1.0")])
     assert isinstance(missing, EnvironmentFailure)
     assert (missing.package, missing.version, missing.stage) == ("one", "1.2", "no such version")
-<<<<<<< HEAD
-    assert missing.reason == "there is no one 1.2; the nearest are 1.0, 1.1, 1.3 and 1.4"
-=======
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     assert missing.reason == f"there is no one 1.2 for {python}; the nearest are 1.0, 1.1, 1.3 and 1.4"
->>>>>>> env
     assert str(missing) == f"one 1.2: no such version: {missing.reason}"
     assert isinstance(made, Environment)
     assert failure_of("absent==1").reason == "the index has no release of absent"
@@ -329,18 +319,11 @@ def test_without_network_what_is_cached_and_what_is_installed_still_works(
 
 @pytest.fixture
 def served(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-<<<<<<< HEAD
-    """An index over HTTP that has no package; its answer is 404 unless told otherwise."""
-=======
     """An index over HTTP that has no package; its answer is 404 unless told otherwise. Told "page", it lists a file."""
->>>>>>> env
     answer = {"code": 404}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-<<<<<<< HEAD
-            self.send_error(answer["code"])
-=======
             if "page" in answer and self.path.endswith("/one/"):
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html")
@@ -348,7 +331,6 @@ def served(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, i
                 self.wfile.write(b'<a href="one-1.0-py3-none-any.whl">one-1.0-py3-none-any.whl</a>')
             else:
                 self.send_error(answer["code"])
->>>>>>> env
 
         def log_message(self, *_: object) -> None:
             pass
@@ -370,12 +352,9 @@ def test_an_index_that_knows_no_such_package_is_told_from_one_that_is_down(serve
     assert failure_of("one==1.0").stage == "no such version"
     served["code"] = 502
     assert failure_of("one==1.0").stage == "no network"
-<<<<<<< HEAD
-=======
     # It answers, but the file can't be had.
     served["page"] = 1
     assert failure_of("one==1.0").stage == "no network"
->>>>>>> env
 
 
 def test_a_cache_that_cant_be_written_is_told_so(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,15 +486,6 @@ def test_locks_of_killed_builds_go_when_a_run_begins_but_never_under_another_run
     lock.parent.mkdir()
     lock.touch()
     assert stale_locks(made.extensions) == [lock]
-<<<<<<< HEAD
-    with made.in_use():
-        assert not lock.exists()
-        lock.touch()  # of a build that this run does
-        with made.in_use():
-            assert lock.exists()
-    with made.in_use():
-        assert not lock.exists()
-=======
     first, second, third = (contextlib.ExitStack() for _ in range(3))
     first.enter_context(made.in_use())
     assert not lock.exists()
@@ -531,7 +501,6 @@ def test_locks_of_killed_builds_go_when_a_run_begins_but_never_under_another_run
     shutil.rmtree(made.folder)
     with pytest.raises(EnvironmentFailure, match="is gone from the cache"), made.in_use():
         pass
->>>>>>> env
 
 
 # Whether it imports
@@ -563,10 +532,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     wheel(folder, "one", "1.0", files=files)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_FIND_LINKS", str(folder))
-<<<<<<< HEAD
-=======
         patch.setenv("PIP_CONFIG_FILE", os.devnull)
->>>>>>> env
         patch.setenv("PIP_NO_INDEX", "1")
         patch.setenv("SHARDKIT_CACHE", str(folder / "cache"))
         return build(parse_specs("one==1.0"))
@@ -597,18 +563,11 @@ def test_a_module_that_comes_from_elsewhere_is_not_taken_for_the_version(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel(index, "one", "1.0")
-<<<<<<< HEAD
-    made = build(parse_specs("one==1.0"))
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "__init__.py").touch()
-    monkeypatch.chdir(tmp_path)
-=======
     for name in ("one", "pip"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     made = build(parse_specs("one==1.0"))
->>>>>>> env
     with pytest.raises(EnvironmentFailure, match=f"import one finds {tmp_path}/one/__init__.py, not {made.overlay}"):
         check_import(made)
 
