@@ -119,7 +119,7 @@ def _strategy(row: Row, found: Report) -> _Case:
     name = _words.strategy(row)
     held = [measured for measured in (row.before, row.after) if measured is not None]
     failures = [measured.failure for measured in held if measured.failure is not None]
-    sides = [_words.line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    sides = _words.names_of(found)
     told = [_numbers(side, measured) for side, measured in zip(sides, held, strict=False)]
     if row.speed_ratio is not None:
         told.append(f"speed, after over before: {_words.times(row.speed_ratio, row.speed_spread)}")
@@ -129,7 +129,7 @@ def _strategy(row: Row, found: Report) -> _Case:
         before, after = _words.sides_of(item)
         told.append(f"default changed: {_words.line(item.what)} was {before}, is {after}")
     if row.comparison is not None:
-        told.append(account(row.comparison))
+        told.append(account(row.comparison, ("before", "after") if row.after is not None else ("a", "b")))
     output, seconds = "\n".join(told), _took(held, found)
     message = row.reason or row.verdict
     if row.verdict in ("same", "round-off", "parity"):
@@ -144,9 +144,9 @@ def _strategy(row: Row, found: Report) -> _Case:
     return _Case(name, "failure", row.verdict, message, output, seconds=seconds)
 
 
-def account(found: Comparison) -> str:
+def account(found: Comparison, names: tuple[str, str] = ("a", "b")) -> str:
     """Return where two runs part and why, in lines."""
-    lines = [*_words.partings(found), _words.ends(found)]
+    lines = [*_words.partings(found, names), _words.ends(found)]
     for diagnosis in found.diagnoses:
         lines.append(f"{diagnosis.name} ({diagnosis.confidence}): {_words.line(diagnosis.sentence)}")
         lines.append(f"    {_words.evidence(diagnosis)}" if diagnosis.evidence else "")
