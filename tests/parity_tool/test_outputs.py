@@ -474,6 +474,31 @@ def test_a_diagnosis_of_the_repeats_is_told_once() -> None:
     assert list(_words.diagnoses(Report("upgrade", {}, [], [row], 1, ""))) == [("x", race)]
 
 
+def test_names_are_no_formulas_in_plots() -> None:
+    gaps = _made.gaps(3, 2, 1)
+    gaps.names[:] = [_made.HOSTILE, "a$x$b"]
+    plot = _plots.heat("h", _made.comparison(steps=3, gaps=gaps))
+    assert plot is not None
+    for literal in (">a$x$b<", "&lt;script&gt;alert(", "日本"):
+        assert literal in plot.svg
+    rows = [Row(_made.HOSTILE, False, "parity", "", _made.measured())]
+    report = Report("run", {}, [], rows, 0, "")
+    for drawn in (_plots.losses("l", report), _plots.distances("d", report), _plots.bars("b", report)):
+        assert drawn is not None
+        assert "$\\frac{$" in drawn.svg
+
+
+def test_exact_zeros_lie_below_all_else_on_a_log_axis_and_what_is_not_finite_above() -> None:
+    scale = _plots._Scale.of([0.0, 3e-8, 2e-2, math.nan])
+    places = [scale.place(value) for value in (0.0, 3e-8, 2e-2, math.nan)]
+    assert places[1:3] == [3e-8, 2e-2]
+    assert 0 < places[0] < scale.low <= 1e-8
+    assert places[3] > scale.high >= 1e-1
+    assert scale.place(math.inf) == places[3]
+    # Nothing but zeros has an axis, too.
+    assert _plots._Scale.of([0.0]).place(0.0) > 0
+
+
 def test_distances_that_are_not_finite_are_drawn() -> None:
     report = _made.suite()
     row = Row("x", False, "unjudged", "", _made.measured(distances=Distances(math.nan, math.inf, 0.0, math.nan)))
