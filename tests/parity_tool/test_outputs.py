@@ -481,11 +481,11 @@ def test_names_are_no_formulas_in_plots() -> None:
     assert plot is not None
     for literal in (">a$x$b<", "&lt;script&gt;alert(", "日本"):
         assert literal in plot.svg
-    rows = [Row(_made.HOSTILE, False, "parity", "", _made.measured())]
+    rows = [Row("$\\frac{$ <b>", False, "parity", "", _made.measured())]
     report = Report("run", {}, [], rows, 0, "")
     for drawn in (_plots.losses("l", report), _plots.distances("d", report), _plots.bars("b", report)):
         assert drawn is not None
-        assert "$\\frac{$" in drawn.svg
+        assert "$\\frac{$ &lt;b&gt;" in drawn.svg
 
 
 def test_exact_zeros_lie_below_all_else_on_a_log_axis_and_what_is_not_finite_above() -> None:
