@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from shardkit.errors import MissingLibraryError
-from shardkit.parity._results import Comparison, Diagnosis, Difference, Distances, Parting, Report, Row
+from shardkit.parity._results import Comparison, Diagnosis, Difference, Distances, Parting, Report, Row, Side
 from shardkit.parity.outputs import _plots, _tables, _words, as_html, as_json, as_junit, show
 from tests.parity_tool import _made
 
@@ -497,6 +497,16 @@ def test_exact_zeros_lie_below_all_else_on_a_log_axis_and_what_is_not_finite_abo
     assert scale.place(math.inf) == places[3]
     # Nothing but zeros has an axis, too.
     assert _plots._Scale.of([0.0]).place(0.0) > 0
+
+
+def test_an_environment_against_itself_has_two_names() -> None:
+    side = Side("lib 1.2.3", {"lib": "1.2.3"}, {"lib": "1.2.3"}, ["note"], None, _made.measured())
+    row = Row("x", False, "same", "", _made.measured(200.0), _made.measured(100.0))
+    report = Report("upgrade", {}, [side, side], [row], 0, "same")
+    assert [side for _, side, _ in _tables.all_measured(report)] == 2 * ["lib 1.2.3 (before)", "lib 1.2.3 (after)"]
+    assert "100.0" in Page(as_html(report)).text
+    assert "lib 1.2.3 (after): note" in printed(report)
+    assert 'name="environment lib 1.2.3 (after)"' in as_junit(report)
 
 
 def test_distances_that_are_not_finite_are_drawn() -> None:

@@ -82,16 +82,18 @@ def _draw(name: str, size: tuple[float, float], fill: Callable[[Figure], None]) 
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    return _inline(file.getvalue())
+    return _inline(file.getvalue(), size[0])
 
 
-def _inline(svg: str) -> str:
-    """Return an SVG document as an element of a page."""
+def _inline(svg: str, inches: float) -> str:
+    """Return an SVG document as an element of a page, that is as wide as the page where it has 10.5 inches."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     head, rest = svg.split(">", 1)
     # In a page, names of XML need no declaration; without them it holds no address at all.
-    head = re.sub(r' xmlns(:\w+)?="[^"]*"', "", head).replace("<svg ", '<svg role="img" ')
+    head = re.sub(r' xmlns(:\w+)?="[^"]*"', "", head).replace(
+        "<svg ", f'<svg role="img" style="max-width: {6.6 * inches:.1f}rem" '
+    )
     svg = f"{head}>{rest}".replace(_INK, "currentColor")
     used = set(re.findall(r"#([\w.-]+)[\")]", svg))
     return re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", svg)

@@ -146,7 +146,7 @@ def sides(report: Report) -> Table:
         held = [_version(side, name) for side in report.sides]
         apart = len(set(held)) > 1
         rows.append((not apart, _row(Cell(name, "warn" if apart else "dim"), *(_words.line(item) for item in held))))
-    columns = [Column("package"), *(Column(_words.line(side.name), folds=True) for side in report.sides)]
+    columns = [Column("package"), *(Column(name, folds=True) for name in _words.names_of(report)[: len(report.sides)])]
     return Table("Environments", columns, [row for _, row in sorted(rows, key=lambda item: item[0])])
 
 
@@ -208,9 +208,9 @@ def performance(report: Report) -> Table:
 def all_measured(report: Report) -> Iterator[tuple[str, str, Measured]]:
     """Yield what was run: its name, its environment, what was measured."""
     names = _words.names_of(report)
-    for side in report.sides:
+    for name, side in zip(names, report.sides, strict=False):
         if side.baseline is not None:
-            yield "baseline", _words.line(side.name), side.baseline
+            yield "baseline", name, side.baseline
     for row in report.rows:
         for name, measured in zip(names, (row.before, row.after), strict=False):
             if measured is not None:

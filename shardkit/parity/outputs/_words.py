@@ -334,8 +334,9 @@ def failures(found: Report) -> list[Failed]:
 
 
 def names_of(found: Report) -> list[str]:
-    """Return the names of the sides, of two in an upgrade."""
-    return [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    """Return the names of the sides, of two at least; those of an environment against itself are told apart."""
+    names = [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    return [f"{names[0]} (before)", f"{names[1]} (after)"] if len(names) == 2 and names[0] == names[1] else names
 
 
 def repeatable(measured: Measured | None) -> str:

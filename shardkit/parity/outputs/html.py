@@ -212,10 +212,10 @@ def _measured(measured: Measured | None, side: str, name: str, *, refused: bool)
 def _environments(found: Report) -> Iterator[str]:
     yield "<h2>Environments</h2>"
     yield _table(_tables.sides(found))
-    for side in found.sides:
+    for name, side in zip(_words.names_of(found), found.sides, strict=False):
         if side.notes:
             items = "".join(f"<li>{_text(_words.line(note))}</li>" for note in side.notes)
-            yield f"<p>{_text(_words.line(side.name))}:</p><ul>{items}</ul>"
+            yield f"<p>{_text(name)}:</p><ul>{items}</ul>"
 
 
 def _links(found: Report) -> dict[str, str]:
@@ -273,9 +273,9 @@ def _table(table: _tables.Table, links: dict[str, str] | None = None) -> str:
     rows = []
     for row in table.rows:
         cells = []
-        for kind, cell in zip(kinds, row, strict=True):
+        for place, (kind, cell) in enumerate(zip(kinds, row, strict=True)):
             text = _text(cell.text)
-            if links and cell.text in links:
+            if links and place == 0 and cell.text in links:
                 text = f'<a href="{links[cell.text]}">{text}</a>'
             cells.append(f'<td class="{f"{kind} {cell.tone}".strip()}">{text}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")

@@ -35,17 +35,18 @@ def as_junit(found: Comparison | Report) -> str:
         properties = {"a": found.a, "b": found.b} | _difference_properties(found)
         _suite(root, "shardkit parity compare", properties, [_compared(found)])
     else:
-        for side in found.sides:
-            properties = {f"wanted.{name}": held for name, held in side.wanted.items()}
-            properties |= {f"version.{name}": held for name, held in side.versions.items()}
+        names = _words.names_of(found)
+        for name, side in zip(names, found.sides, strict=False):
+            properties = {f"wanted.{package}": held for package, held in side.wanted.items()}
+            properties |= {f"version.{package}": held for package, held in side.versions.items()}
             cases = [_environment(side)]
             if side.baseline is not None:
                 cases.append(_baseline(side.baseline, found))
-            _suite(root, f"environment {_words.line(side.name)}", properties, cases)
-        properties = {name: _words.value(held) for name, held in found.settings.items()}
+            _suite(root, f"environment {name}", properties, cases)
+        properties = {key: _words.value(held) for key, held in found.settings.items()}
         properties |= {"summary": found.summary, "exit_code": str(found.exit_code)}
-        for side in found.sides:
-            properties |= {f"{side.name}: {name}": held for name, held in side.versions.items()}
+        for name, side in zip(names, found.sides, strict=False):
+            properties |= {f"{name}: {package}": held for package, held in side.versions.items()}
         _suite(root, f"shardkit parity {found.kind}", properties, [_strategy(row, found) for row in found.rows])
     for name in ("tests", "failures", "errors"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))

@@ -59,8 +59,8 @@ def _show_suite(found: Report, console: Console) -> None:
 def _show_upgrade(found: Report, console: Console) -> None:
     _title(found, console)
     _print(console, _tables.sides(found))
-    for side in found.sides:
-        _notes(console, [f"{side.name}: {note}" for note in side.notes])
+    for name, side in zip(_words.names_of(found), found.sides, strict=False):
+        _notes(console, [f"{name}: {note}" for note in side.notes])
     _print(console, _tables.upgrade(found))
     for row in found.rows:
         told = _words.partings(row.comparison, ("before", "after")) if row.comparison is not None else []
