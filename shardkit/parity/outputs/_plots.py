@@ -82,15 +82,19 @@ def _draw(name: str, size: tuple[float, float], fill: Callable[[Figure], None]) 
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    return _inline(file.getvalue())
+    return _inline(file.getvalue(), size[0])
 
 
-def _inline(svg: str) -> str:
-    """Return an SVG document as an element of a page."""
+def _inline(svg: str, inches: float) -> str:
+    """Return an SVG document as an element of a page, that is as wide as the page where it has 10.5 inches."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=4)
-    svg = svg.replace(_INK, "currentColor").replace("<svg ", '<svg role="img" ', 1)
+    head, rest = svg.split(">", 1)
+    # In a page, names of XML need no declaration; without them it holds no address at all.
+    head = re.sub(r' xmlns(:\w+)?="[^"]*"', "", head).replace(
+        "<svg ", f'<svg role="img" style="max-width: {6.6 * inches:.1f}rem" '
+    )
+    svg = f"{head}>{rest}".replace(_INK, "currentColor")
     used = set(re.findall(r"#([\w.-]+)[\")]", svg))
     return re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", svg)
 
@@ -105,7 +109,7 @@ def label(text: str, most: int = 40) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return label(text, 60).replace(",", ",\n")
+    return _words.packed(label(text, 72), 30)
 
 
 def thinned(values: Sequence[float], most: int = _MOST_POINTS) -> list[int]:
@@ -155,13 +159,15 @@ def _loss_axis(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
 
 def _marks(axes: Axes, found: Comparison) -> None:
     """Draw where the first bit differs and where the runs part."""
+    first, parting = found.first_bit, found.parting
+    together = first is not None and parting is not None and first.step == parting.step
     marks: list[tuple[Parting | None, str, Any]] = [
-        (found.first_bit if found.first_bit != found.parting else None, "first bit", (0, (1, 2))),
-        (found.parting, "they part", (0, (4, 2))),
+        (None if together else first, "first bit", (0, (1, 2))),
+        (parting, "first bit, they part" if together else "they part", (0, (4, 2))),
     ]
-    for parting, text, dashes in marks:
-        if parting is not None:
-            axes.axvline(parting.step, color=_INK, alpha=0.6, linewidth=1, linestyle=dashes, label=text)
+    for mark, text, dashes in marks:
+        if mark is not None:
+            axes.axvline(mark.step, color=_INK, alpha=0.6, linewidth=1, linestyle=dashes, label=text)
 
 
 def curves(name: str, found: Comparison, names: tuple[str, str]) -> Plot | None:
@@ -169,7 +175,7 @@ def curves(name: str, found: Comparison, names: tuple[str, str]) -> Plot | None:
     last = max(len(found.loss_a), len(found.loss_b))
     if not last:
         return None
-    gaps = found.gaps
+    gaps = found.gaps if found.verdict != "identical" else None
 
     def fill(figure: Figure) -> None:
         left, *right = figure.subplots(1, 1 if gaps is None else 2, squeeze=False)[0]
@@ -293,8 +299,9 @@ def heat(name: str, found: Comparison) -> Plot | None:
         _steps(axes, steps)
         axes.grid(visible=False)
         axes.set_xlim(0.5, steps + 0.5)
-        axes.set_yticks(range(len(shown)), [label(parameter) for parameter, _ in shown], fontsize=8)
+        axes.set_yticks(range(len(shown)), [label(parameter, 56) for parameter, _ in shown], fontsize=7.5)
         bar = figure.colorbar(ScalarMappable(norm, colours), ax=axes, pad=0.01, fraction=0.04, aspect=25)
+        bar.set_label("gap of the weights, relative")
         low, high = round(math.log10(scale.low)), round(math.log10(scale.high))
         powers = range(low, high + 1, 1 + (high - low - 1) // 7)
         bar.ax.yaxis.set_major_locator(FixedLocator([10.0**power for power in powers]))
@@ -332,6 +339,8 @@ def losses(name: str, report: Report) -> Plot | None:
     for row in report.rows:
         compared = row.comparison
         two = row.after is not None
+        if two and any(held is not None and held.failure is not None for held in (row.before, row.after)):
+            continue
         before = _words.losses_of(row.before) or (compared.loss_a if compared is not None and two else [])
         after = _words.losses_of(row.after) or (compared.loss_b if compared is not None and two else [])
         if before or after:
@@ -417,8 +426,10 @@ def _dress_across(axes: Axes, scale: _Scale) -> None:
 
     low, high = round(math.log10(scale.low)), round(math.log10(scale.high))
     ticks = [(10.0**power, f"1e{power:+03d}") for power in range(high, low - 1, -(1 + (high - low - 1) // 4))][::-1]
-    ticks = ([(scale.place(0.0), "0")] if scale.zeros else []) + ticks
-    ticks += [(scale.place(math.inf), "not\nfinite")] if scale.lost else []
+    ends = ([(scale.place(0.0), "0")] if scale.zeros else []) + ([(scale.place(math.inf), "inf")] if scale.lost else [])
+    # What stands beside an end's label leaves it its room.
+    near = (scale.high / scale.low) ** 0.25
+    ticks = [tick for tick in ticks if all(max(tick[0] / end, end / tick[0]) > near for end, _ in ends)] + ends
     axes.xaxis.set_major_locator(FixedLocator([place for place, _ in ticks]))
     axes.xaxis.set_major_formatter(FixedFormatter([text for _, text in ticks]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -431,7 +442,7 @@ def bars(name: str, report: Report) -> Plot | None:
     """Draw speed and memory of each strategy, before and after."""
     found: dict[str, dict[str, tuple[float | None, float | None]]] = {}
     for what, side, measured in _tables.all_measured(report):
-        if measured.failure is None:
+        if measured.failure is None and (measured.samples_per_second is not None or measured.peak_memory):
             found.setdefault(what, {})[side] = (measured.samples_per_second, _words.mebibytes(measured))
     names = list(dict.fromkeys(side for held in found.values() for side in held))
     if not any(number is not None for held in found.values() for pair in held.values() for number in pair):
@@ -462,6 +473,7 @@ def bars(name: str, report: Report) -> Plot | None:
         if len(names) > 1:
             figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
-    lines = max(_heights(iter(found)), len(found) * (1.6 if len(names) > 1 else 1.2))
+    # Each label has its lines' room, and each bar its number's.
+    room = max(0.16 * len(names), *(0.15 * (1 + _wrapped(what).count("\n")) for what in found)) + 0.08
     told = "Samples per second of all ranks, and the peak memory of the rank that took most."
-    return Plot(_draw(name, (10.5, 1.1 + 0.22 * lines), fill), told)
+    return Plot(_draw(name, (10.5, 1.0 + room * len(found)), fill), told)

@@ -107,8 +107,8 @@ def suite(report: Report) -> Table:
     columns = [
         Column("strategy", folds=True),
         Column("verdict"),
-        Column("repeatable"),
-        *(Column(name, number=True) for name in ("loss", "gradient\nnorm", "weights", "ULPs\nof a loss")),
+        Column("repeat-\nable"),
+        *(Column(name, number=True) for name in ("loss", "gradient\nnorm", "weights", "loss\nULPs")),
         *(Column(name, number=True) for name in ("samples/s", "peak MiB\nper rank")),
     ]
     rows = []
@@ -146,7 +146,7 @@ def sides(report: Report) -> Table:
         held = [_version(side, name) for side in report.sides]
         apart = len(set(held)) > 1
         rows.append((not apart, _row(Cell(name, "warn" if apart else "dim"), *(_words.line(item) for item in held))))
-    columns = [Column("package"), *(Column(_words.line(side.name), folds=True) for side in report.sides)]
+    columns = [Column("package"), *(Column(name, folds=True) for name in _words.names_of(report)[: len(report.sides)])]
     return Table("Environments", columns, [row for _, row in sorted(rows, key=lambda item: item[0])])
 
 
@@ -164,7 +164,7 @@ def upgrade(report: Report) -> Table:
         Column("verdict"),
         Column("why", folds=True),
         Column("last loss\nbefore, after", number=True),
-        Column("samples/s", number=True),
+        Column("speed", number=True),
         Column("peak\nmemory", number=True),
     ]
     rows = []
@@ -176,7 +176,7 @@ def upgrade(report: Report) -> Table:
         verdict = Cell(row.verdict, TONES.get(row.verdict, ""))
         memory = _words.times(row.memory_ratio)
         rows.append(_row(_words.strategy(row), verdict, _words.line(row.reason), losses, speed, memory))
-    return Table("Strategies", columns, rows, "samples/s and peak memory: after over before.")
+    return Table("Strategies", columns, rows, "Speed (samples/s) and peak memory: after over before.")
 
 
 def final_losses(row: Row) -> tuple[float | None, float | None]:
@@ -207,10 +207,10 @@ def performance(report: Report) -> Table:
 
 def all_measured(report: Report) -> Iterator[tuple[str, str, Measured]]:
     """Yield what was run: its name, its environment, what was measured."""
-    names = [_words.line(side.name) for side in report.sides] + ["before", "after"][len(report.sides) :]
-    for side in report.sides:
+    names = _words.names_of(report)
+    for name, side in zip(names, report.sides, strict=False):
         if side.baseline is not None:
-            yield "baseline", _words.line(side.name), side.baseline
+            yield "baseline", name, side.baseline
     for row in report.rows:
         for name, measured in zip(names, (row.before, row.after), strict=False):
             if measured is not None:

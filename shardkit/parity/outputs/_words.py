@@ -95,7 +95,7 @@ def gap(number: float | None) -> str:
 
 def share(number: float) -> str:
     """Return a relative difference for a sentence."""
-    return f"{100 * number:.3g} %" if 1e-3 <= number < 10 else f"{number:.2g}, relative"
+    return f"{100 * number:.3g} %" if 1e-3 <= number < 10 else f"a relative {number:.2g}"
 
 
 def ulps(number: float | None) -> str:
@@ -106,9 +106,9 @@ def ulps(number: float | None) -> str:
 
 def times(ratio: float | None, spread: float | None = None) -> str:
     """Return a ratio such as ``x1.02 ± 3 %``."""
-    if ratio is None:
+    if ratio is None or math.isnan(ratio):
         return "-"
-    shown = f"x{ratio:.2f}" if abs(ratio) < 100 else f"x{ratio:.3g}"
+    shown = f"x{ratio:.2f}" if abs(ratio) < 100 else f"x{ratio:.0f}" if abs(ratio) < 1e6 else f"x{ratio:.1e}"
     return shown if spread is None else f"{shown} ± {100 * spread:.2g} %"
 
 
@@ -132,6 +132,16 @@ def number(found: float | None, form: str) -> str:
 
 def strategy(row: Row) -> str:
     return f"{line(row.strategy)} (control)" if row.control else line(row.strategy)
+
+
+def packed(text: str, width: int) -> str:
+    """Return a strategy on lines of about ``width`` characters, which end with a comma or a space."""
+    lines = [""]
+    for part in re.findall(r"[^, ]*[, ]?", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(shown.strip() for shown in lines)
 
 
 def final_loss(measured: Measured | None, losses: list[float] | None) -> float | None:
@@ -187,7 +197,7 @@ def count(amount: int, noun: str) -> str:
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
-def partings(found: Comparison) -> list[str]:
+def partings(found: Comparison, names: tuple[str, str] = ("a", "b")) -> list[str]:
     """Return where the first bit differs, and where the runs part beyond round-off, as sentences."""
     first, parting = found.first_bit, found.parting
     if found.verdict == "incomparable" and first is None and parting is None:
@@ -197,13 +207,15 @@ def partings(found: Comparison) -> list[str]:
     told = []
     if first is not None:
         before = f"All is the same up to step {first.step - 1}. " if first.step > 1 else ""
-        told.append(f"{before}The first bit that differs is seen {_when(first)}: {_what(first)}{_values(first)}.")
+        told.append(
+            f"{before}The first bit that differs is seen {_when(first)}: {_what(first)}{_values(first, names)}."
+        )
     if parting is None:
         told.append("They never part by more than round-off.")
     elif parting == first:
         told.append("That is already more than round-off.")
     else:
-        told.append(f"Beyond round-off they part {_when(parting)}: {_what(parting)}{_values(parting)}.")
+        told.append(f"Beyond round-off they part {_when(parting)}: {_what(parting)}{_values(parting, names)}.")
     return told
 
 
@@ -220,17 +232,23 @@ def _what(parting: Parting) -> str:
     return name + where + (f" on rank {parting.rank}" if parting.rank is not None else "")
 
 
-def _values(parting: Parting) -> str:
+def _values(parting: Parting, names: tuple[str, str]) -> str:
+    a, b = names
     if parting.quantity == "applied" and parting.a is not None and parting.b is not None:
-        return f", {'yes' if parting.a else 'no'} in a and {'yes' if parting.b else 'no'} in b"
+        return f", {'yes' if parting.a else 'no'} {_in(a)} and {'yes' if parting.b else 'no'} {_in(b)}"
     if parting.quantity == "data":
         return ""
     told = ""
     if parting.a is not None and parting.b is not None:
-        norm = " (its L2 norm)" if parting.quantity in ("gradient", "weight", "weights before the first step") else ""
-        told = f", {loss(parting.a)} in a and {loss(parting.b)} in b{norm}"
-    apart = share(parting.relative)
-    return f"{told}, {apart} apart" + (f", {count_ulps(parting.ulps)}" if parting.ulps is not None else "")
+        norm = "of L2 norm " if parting.quantity in ("gradient", "weight", "weights before the first step") else ""
+        told = f", {norm}{loss(parting.a)} {_in(a)} and {loss(parting.b)} {_in(b)}"
+    if math.isfinite(parting.relative):
+        told += f", {share(parting.relative)} apart"
+    return told + (f", {count_ulps(parting.ulps)}" if parting.ulps is not None and math.isfinite(parting.ulps) else "")
+
+
+def _in(name: str) -> str:
+    return name if name in ("before", "after") else f"in {name}"
 
 
 def count_ulps(amount: float) -> str:
@@ -241,10 +259,12 @@ def ends(found: Comparison) -> str:
     """Return how far apart the weights are at the end, as a sentence; nothing where it isn't known."""
     if found.final_weights is None:
         return ""
-    at_most = f", a single one by at most {count_ulps(found.final_ulps)} of its tensor" if found.final_ulps else ""
+    most = f"; no single one by more than {count_ulps(found.final_ulps)} of its tensor" if found.final_ulps else ""
+    if not math.isfinite(found.final_weights):
+        return "At the end the weights aren't finite."
     if found.final_weights == 0:
         return "At the end the weights are the same."
-    return f"At the end the weights are {share(found.final_weights)} apart{at_most}."
+    return f"At the end the weights are {share(found.final_weights)} apart{most}."
 
 
 def ordered(differences: list[Difference]) -> list[Difference]:
@@ -283,7 +303,7 @@ def diagnoses(found: Report) -> Iterator[tuple[str, Diagnosis]]:
 
 
 class Failed(NamedTuple):
-    """A failure, what it is of, and in which environment."""
+    """A failure, what it is of, and of which environment if there are several."""
 
     what: str
     side: str
@@ -291,23 +311,32 @@ class Failed(NamedTuple):
 
     def __str__(self) -> str:
         stage = STAGES.get(self.failure.stage, self.failure.stage)
-        return f"{self.what} {stage} in {self.side}: {line(self.failure.headline)}"
+        side = f" ({self.side})" if self.side else ""
+        return f"{self.what}{side} {stage}: {line(self.failure.headline)}"
 
 
 def failures(found: Report) -> list[Failed]:
-    """Return all that failed: environments, baselines, strategies."""
+    """Return all that failed: environments, baselines, strategies. What is refused is none of it."""
     failed = []
-    names = [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
-    for side in found.sides:
+    names = names_of(found) if found.kind == "upgrade" else [""]
+    for name, side in zip(names, found.sides, strict=False):
         if side.failure is not None:
-            failed.append(Failed("the environment", line(side.name), side.failure))
+            failed.append(Failed("the environment", name, side.failure))
         if side.baseline is not None and side.baseline.failure is not None:
-            failed.append(Failed("the baseline", line(side.name), side.baseline.failure))
+            failed.append(Failed("the baseline", name, side.baseline.failure))
     for row in found.rows:
+        if row.verdict == "refused":
+            continue
         for name, measured in zip(names, (row.before, row.after), strict=False):
             if measured is not None and measured.failure is not None:
                 failed.append(Failed(strategy(row), name, measured.failure))
     return failed
+
+
+def names_of(found: Report) -> list[str]:
+    """Return the names of the sides, of two at least; those of an environment against itself are told apart."""
+    names = [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    return [f"{names[0]} (before)", f"{names[1]} (after)"] if len(names) == 2 and names[0] == names[1] else names
 
 
 def repeatable(measured: Measured | None) -> str:
@@ -315,6 +344,11 @@ def repeatable(measured: Measured | None) -> str:
     if measured is None or measured.failure is not None or measured.runs < 2:
         return "-"
     return "yes" if measured.repeatable else "NO"
+
+
+def reasoned(row: Row) -> bool:
+    """Return whether a row's reason says what its failure doesn't."""
+    return bool(row.reason) and (row.before.failure is None or row.verdict == "refused")
 
 
 def changed(found: Report) -> list[tuple[Difference, list[str]]]:

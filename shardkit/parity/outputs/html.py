@@ -35,10 +35,10 @@ td.plain { overflow-wrap: normal; }
 tbody tr:hover { background: var(--soft); }
 pre { background: var(--soft); padding: .7rem; font-size: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 details { border: 1px solid var(--line); border-radius: .3rem; padding: .4rem .8rem; margin: .5rem 0; }
-summary { cursor: pointer; font-weight: 600; } figure { margin: .8rem 0; } 
+summary { cursor: pointer; font-weight: 600; } figure { margin: .8rem 0; }
 figcaption, .note, footer { color: var(--dim); font-size: .85rem; }
 figure svg { width: 100%; height: auto; } dl { font-size: .9rem; } dt { font-weight: 600; float: left; clear: left;
-  margin-right: .5rem; } dt::after { content: ":"; } a { color: inherit; }
+  margin-right: .5rem; } dt::after { content: ":"; } dd { margin: 0 0 .2rem; } a { color: inherit; }
 @media print { :root { --ink: #000; --ground: #fff; --soft: #f3f4f6; --line: #bbb; --dim: #444; --good: #0b6b3a;
   --warn: #7a5200; --bad: #a31515; color-scheme: light; } body { max-width: none; padding: 0; font-size: 11px; }
   figure, tr, .verdict { break-inside: avoid; } h2, h3, caption { break-after: avoid; }
@@ -88,7 +88,7 @@ def _comparison_page(found: Comparison) -> Iterator[str]:
 
 def _comparison(found: Comparison, name: str, names: tuple[str, str], heading: str = "h3") -> Iterator[str]:
     """Yield where two runs part and why: sentences, pictures and tables."""
-    yield _paragraphs([*_words.partings(found), _words.ends(found)])
+    yield _paragraphs([*_words.partings(found, names), _words.ends(found)])
     if found.diagnoses:
         yield f"<{heading}>What the numbers say</{heading}>"
         yield _diagnoses([("", diagnosis) for diagnosis in found.diagnoses])
@@ -182,17 +182,17 @@ def _row(row: Row, name: str, found: Report) -> Iterator[str]:
             told = f"a: {_words.line(row.comparison.a)}", f"b: {_words.line(row.comparison.b)}"
             yield _paragraphs(list(told))
         yield from _comparison(row.comparison, name, names)
-    names_of = [_words.line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
-    for at, (side, measured) in enumerate(zip(names_of, (row.before, row.after), strict=False)):
-        yield from _measured(measured, side, f"{name}-{at}")
+    for at, (side, measured) in enumerate(zip(_words.names_of(found), (row.before, row.after), strict=False)):
+        yield from _measured(measured, side, f"{name}-{at}", refused=row.verdict == "refused")
 
 
-def _measured(measured: Measured | None, side: str, name: str) -> Iterator[str]:
+def _measured(measured: Measured | None, side: str, name: str, *, refused: bool) -> Iterator[str]:
     if measured is None:
         return
     if measured.failure is not None:
         headline = f"In {side}: {_words.line(measured.failure.headline)}"
-        details = _words.printed(measured.failure.details)
+        # What failed stands above with all that was printed; what was refused doesn't.
+        details = _words.printed(measured.failure.details) if refused else ""
         yield _folded(headline, f"<pre>{_text(details)}</pre>") if details else _paragraphs([headline])
     own = measured.distances
     if own is not None:
@@ -212,10 +212,10 @@ def _measured(measured: Measured | None, side: str, name: str) -> Iterator[str]:
 def _environments(found: Report) -> Iterator[str]:
     yield "<h2>Environments</h2>"
     yield _table(_tables.sides(found))
-    for side in found.sides:
+    for name, side in zip(_words.names_of(found), found.sides, strict=False):
         if side.notes:
             items = "".join(f"<li>{_text(_words.line(note))}</li>" for note in side.notes)
-            yield f"<p>{_text(_words.line(side.name))}:</p><ul>{items}</ul>"
+            yield f"<p>{_text(name)}:</p><ul>{items}</ul>"
 
 
 def _links(found: Report) -> dict[str, str]:
@@ -223,7 +223,7 @@ def _links(found: Report) -> dict[str, str]:
 
 
 def _reasons(found: Report) -> str:
-    told = [(_words.strategy(row), _words.line(row.reason)) for row in found.rows if row.reason]
+    told = [(_words.strategy(row), _words.line(row.reason)) for row in found.rows if _words.reasoned(row)]
     items = "".join(f"<li>{_text(strategy)}: {_text(reason)}</li>" for strategy, reason in told)
     return f"<ul>{items}</ul>" if items else ""
 
@@ -267,19 +267,20 @@ def _legend(*names: str) -> str:
 
 def _table(table: _tables.Table, links: dict[str, str] | None = None) -> str:
     kinds = ["number" if column.number else "" if column.folds else "plain" for column in table.columns]
-    names = zip(kinds, table.columns, strict=True)
-    head = "".join(f'<th scope="col" class="{kind}">{_text(column.name)}</th>' for kind, column in names)
+    # What is broken to be narrow on a terminal needs no breaking here.
+    names = [column.name.replace("-\n", "").replace("\n", " ") for column in table.columns]
+    heads = [f'<th scope="col" class="{kind}">{_text(name)}</th>' for kind, name in zip(kinds, names, strict=True)]
     rows = []
     for row in table.rows:
         cells = []
-        for kind, cell in zip(kinds, row, strict=True):
+        for place, (kind, cell) in enumerate(zip(kinds, row, strict=True)):
             text = _text(cell.text)
-            if links and cell.text in links:
+            if links and place == 0 and cell.text in links:
                 text = f'<a href="{links[cell.text]}">{text}</a>'
             cells.append(f'<td class="{f"{kind} {cell.tone}".strip()}">{text}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     note = f'<p class="note">{_text(table.note)}</p>' if table.note else ""
     return (
-        f'<div class="scroll"><table><caption>{_text(table.title)}</caption><thead><tr>{head}</tr></thead>'
+        f'<div class="scroll"><table><caption>{_text(table.title)}</caption><thead><tr>{"".join(heads)}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>{note}"
     )

@@ -35,17 +35,18 @@ def as_junit(found: Comparison | Report) -> str:
         properties = {"a": found.a, "b": found.b} | _difference_properties(found)
         _suite(root, "shardkit parity compare", properties, [_compared(found)])
     else:
-        for side in found.sides:
-            properties = {f"wanted.{name}": held for name, held in side.wanted.items()}
-            properties |= {f"version.{name}": held for name, held in side.versions.items()}
+        names = _words.names_of(found)
+        for name, side in zip(names, found.sides, strict=False):
+            properties = {f"wanted.{package}": held for package, held in side.wanted.items()}
+            properties |= {f"version.{package}": held for package, held in side.versions.items()}
             cases = [_environment(side)]
             if side.baseline is not None:
                 cases.append(_baseline(side.baseline, found))
-            _suite(root, f"environment {_words.line(side.name)}", properties, cases)
-        properties = {name: _words.value(held) for name, held in found.settings.items()}
+            _suite(root, f"environment {name}", properties, cases)
+        properties = {key: _words.value(held) for key, held in found.settings.items()}
         properties |= {"summary": found.summary, "exit_code": str(found.exit_code)}
-        for side in found.sides:
-            properties |= {f"{side.name}: {name}": held for name, held in side.versions.items()}
+        for name, side in zip(names, found.sides, strict=False):
+            properties |= {f"{name}: {package}": held for package, held in side.versions.items()}
         _suite(root, f"shardkit parity {found.kind}", properties, [_strategy(row, found) for row in found.rows])
     for name in ("tests", "failures", "errors"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
@@ -119,7 +120,7 @@ def _strategy(row: Row, found: Report) -> _Case:
     name = _words.strategy(row)
     held = [measured for measured in (row.before, row.after) if measured is not None]
     failures = [measured.failure for measured in held if measured.failure is not None]
-    sides = [_words.line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    sides = _words.names_of(found)
     told = [_numbers(side, measured) for side, measured in zip(sides, held, strict=False)]
     if row.speed_ratio is not None:
         told.append(f"speed, after over before: {_words.times(row.speed_ratio, row.speed_spread)}")
@@ -129,7 +130,7 @@ def _strategy(row: Row, found: Report) -> _Case:
         before, after = _words.sides_of(item)
         told.append(f"default changed: {_words.line(item.what)} was {before}, is {after}")
     if row.comparison is not None:
-        told.append(account(row.comparison))
+        told.append(account(row.comparison, ("before", "after") if row.after is not None else ("a", "b")))
     output, seconds = "\n".join(told), _took(held, found)
     message = row.reason or row.verdict
     if row.verdict in ("same", "round-off", "parity"):
@@ -144,9 +145,9 @@ def _strategy(row: Row, found: Report) -> _Case:
     return _Case(name, "failure", row.verdict, message, output, seconds=seconds)
 
 
-def account(found: Comparison) -> str:
+def account(found: Comparison, names: tuple[str, str] = ("a", "b")) -> str:
     """Return where two runs part and why, in lines."""
-    lines = [*_words.partings(found), _words.ends(found)]
+    lines = [*_words.partings(found, names), _words.ends(found)]
     for diagnosis in found.diagnoses:
         lines.append(f"{diagnosis.name} ({diagnosis.confidence}): {_words.line(diagnosis.sentence)}")
         lines.append(f"    {_words.evidence(diagnosis)}" if diagnosis.evidence else "")

@@ -35,8 +35,7 @@ def _show_comparison(found: Comparison, console: Console) -> None:
         _heading(console, "What the numbers say")
         for diagnosis in found.diagnoses:
             _say_diagnosis(console, "", diagnosis)
-    if found.differences:
-        _print(console, _tables.differences(found, ("a", "b"), _MOST_ROWS, _WIDTH))
+    _print(console, _tables.differences(found, ("a", "b"), _MOST_ROWS, _WIDTH))
     growth = _tables.growth(found, ("a", "b"))
     # Of runs that are the same there is nothing to see grow.
     if growth.rows and found.verdict != "identical":
@@ -50,7 +49,7 @@ def _show_suite(found: Report, console: Console) -> None:
         _notes(console, side.notes)
     _print(console, _tables.suite(found))
     for row in found.rows:
-        if row.reason:
+        if _words.reasoned(row):
             _say(console, f"{_words.strategy(row)}: {_words.line(row.reason)}")
     _found(found, console)
     _legend(console, "distance", "baseline", "ULP", "repeatable", *_control(found))
@@ -60,15 +59,14 @@ def _show_suite(found: Report, console: Console) -> None:
 def _show_upgrade(found: Report, console: Console) -> None:
     _title(found, console)
     _print(console, _tables.sides(found))
-    for side in found.sides:
-        _notes(console, [f"{side.name}: {note}" for note in side.notes])
+    for name, side in zip(_words.names_of(found), found.sides, strict=False):
+        _notes(console, [f"{name}: {note}" for note in side.notes])
     _print(console, _tables.upgrade(found))
     for row in found.rows:
-        if row.comparison is not None and row.verdict == "different":
-            _say(console, " ".join([f"{_words.strategy(row)}:", *_words.partings(row.comparison)]))
-    table = _tables.changed(found, _MOST_ROWS, _WIDTH)
-    if table.rows:
-        _print(console, table)
+        told = _words.partings(row.comparison, ("before", "after")) if row.comparison is not None else []
+        if told and row.verdict == "different":
+            _say(console, " ".join([f"{_words.strategy(row)}:", *told]))
+    _print(console, _tables.changed(found, _MOST_ROWS, _WIDTH))
     _found(found, console)
     _legend(console, "round-off", "ULP", "speed", *_control(found))
     _summary(found, console)
@@ -139,6 +137,8 @@ def _print(console: Console, table: _tables.Table) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    if not table.rows:
+        return
     found = Table(
         title=table.title,
         title_justify="left",
@@ -157,6 +157,16 @@ def _print(console: Console, table: _tables.Table) -> None:
             vertical="top",
         )
     for row in table.rows:
-        found.add_row(*(Text(cell.text, style=_STYLES[cell.tone]) for cell in row))
+        found.add_row(
+            *(
+                Text(_broken(cell.text, column), style=_STYLES[cell.tone])
+                for cell, column in zip(row, table.columns, strict=True)
+            )
+        )
     console.print()
     console.print(found)
+
+
+def _broken(text: str, column: _tables.Column) -> str:
+    """Return a strategy with its options on lines of their own where it is long: rich would break it within a word."""
+    return _words.packed(text, 24) if column.name == "strategy" else text
