@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardkit_deepspeed._options import DeepSpeedOptions
 
 _DEFAULT_STAGE = 2
-_NEEDS_LOCAL_SIZE = Version("0.16")
+_WITHOUT_NUMACTL = Version("0.16")
 
 
 def build(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: DeepSpeedOptions) -> Engine:
@@ -92,8 +92,12 @@ class ControlEngine(Engine):
         restore = Restore(model)
         with ExitStack() as stack:
             stack.enter_context(quiet())
-            stack.enter_context(_launched(self._values[0].device))
+            stack.enter_context(_environment(_launcher(self._values[0].device)))
             self._deepspeed = _import(self._values[0].device)
+            if Version(self._deepspeed.__version__) < _WITHOUT_NUMACTL:
+                # At stage 3 these ask a program that may not be installed how many devices there are.
+                stack.enter_context(_environment({"LOCAL_SIZE": str(dist.get_world_size())}))
+            _join(self._deepspeed)
             self._engine, *_ = self._deepspeed.initialize(
                 model=model, optimizer=twin(optimizer, list(self._groups)), config=config
             )
@@ -153,10 +157,22 @@ class ControlEngine(Engine):
         return super().gathered()
 
     def weight_shards(self) -> list[Shard]:
-        _refuse_checkpoint()
+        shards = []
+        for value in self._values:
+            start, part = 0, value.detach()
+            if hasattr(value, "ds_id"):
+                start = dist.get_rank() * value.partition_numel()
+                count = min(value.partition_numel(), value.ds_numel - start)
+                part = value.ds_tensor.detach().view(-1).narrow(0, 0, max(count, 0))
+            if part.numel():
+                shards.append(Shard(self._names[id(value)], start, part))
+        return shards
 
     def state_shards(self) -> list[Shard]:
-        _refuse_checkpoint()
+        raise UnsupportedError("the control of backend 'deepspeed' is for comparing runs: its state isn't saved")
+
+    def restart(self) -> None:
+        self.state_shards()
 
     def close(self) -> None:
         whole = [self._whole(value) for value in self._values]
@@ -181,23 +197,22 @@ def _copied(value: Tensor) -> Tensor:
     return value.detach().clone()
 
 
-def _refuse_checkpoint() -> NoReturn:
-    raise UnsupportedError("the control of backend 'deepspeed' is for comparing runs: it isn't saved or exported")
-
-
 def _import(device: torch.device) -> Any:
-    """Import DeepSpeed for this device, and let it join the process group anew, as if nobody had before."""
+    """Import DeepSpeed for this device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.accelerator.real_accelerator import set_accelerator
-    from deepspeed.comm import comm
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if get_accelerator().device_name() != device.type:
         set_accelerator(accelerator_for(device))
-    if Version(deepspeed.__version__) < _NEEDS_LOCAL_SIZE:
-        # At stage 3 these ask the program numactl how many devices there are, which may not be installed.
-        os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
+    return deepspeed
+
+
+def _join(deepspeed: Any) -> None:
+    """Have DeepSpeed join the process group anew, as if nobody had before."""
+    from deepspeed.comm import comm
+
     follow_group()
     # An engine of the plugin's own that was here before has changed how this one calls torch.
     comm.cdb = None
@@ -205,13 +220,11 @@ def _import(device: torch.device) -> Any:
     # of a compiler that was killed, and for nothing, since without its own launcher DeepSpeed doesn't use them.
     with without_compiler(deepspeed.ops):
         deepspeed.init_distributed(dist_backend=dist.get_backend())
-    return deepspeed
 
 
-@contextmanager
-def _launched(device: torch.device) -> Iterator[None]:
-    """Have the variables of a launcher in the environment, which DeepSpeed reads as it trains too."""
-    wanted = {
+def _launcher(device: torch.device) -> dict[str, str]:
+    """Return the variables of a launcher, which DeepSpeed reads as it trains too."""
+    return {
         "RANK": str(dist.get_rank()),
         "WORLD_SIZE": str(dist.get_world_size()),
         "LOCAL_RANK": str(torch.cuda.current_device()) if device.type == "cuda" else "0",
@@ -219,11 +232,15 @@ def _launched(device: torch.device) -> Iterator[None]:
         "MASTER_PORT": "29500",
         "DS_ACCELERATOR": device.type,
     }
-    before = os.environ.copy()
-    os.environ.update({name: value for name, value in wanted.items() if name not in before})
+
+
+@contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """Set those variables of the environment that aren't set."""
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in [*wanted, "LOCAL_SIZE"]:
-            if name not in before:
-                os.environ.pop(name, None)
+        for name in added:
+            os.environ.pop(name, None)

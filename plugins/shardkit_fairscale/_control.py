@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit import Engine, Shard, Strategy, Update
 from shardkit.errors import InputError, UnsupportedError
-from shardkit.gradients import total_norm
 from shardkit.optimizers import twin
 
 if TYPE_CHECKING:
@@ -45,8 +44,9 @@ class ControlEngine(Engine):
 
         self.optimizer = optimizer
         self._module = model
-        self._clip = strategy.max_grad_norm
-        self._wants_norm = strategy.track_grad_norm
+        # Nothing is clipped at infinity, and the norm is told.
+        self._bound = math.inf if strategy.max_grad_norm is None else strategy.max_grad_norm
+        self._wants_norm = strategy.max_grad_norm is not None or strategy.track_grad_norm
         self._accumulate = strategy.accumulate
         self._checked: Tensor | None = None
         self._sharded = options.shard == "gradients"
@@ -103,11 +103,7 @@ class ControlEngine(Engine):
             self._checked = gradient
 
     def step(self) -> Update:
-        norm = None
-        if self._clip is not None:
-            norm = float(self._oss.clip_grad_norm(self._clip))
-        elif self._wants_norm:
-            norm = total_norm(list(self.full_gradients().values())).item()
+        norm = float(self._oss.clip_grad_norm(self._bound)) if self._wants_norm else None
         for user, own in zip(self.optimizer.param_groups, self._oss.param_groups, strict=True):
             own.update((key, value) for key, value in user.items() if key not in ("params", "param_names"))
         self._oss.step()
@@ -139,10 +135,13 @@ class ControlEngine(Engine):
         return {name: value.detach().cpu().clone() for name, value in self._module.state_dict().items()}
 
     def weight_shards(self) -> list[Shard]:
-        _refuse_checkpoint()
+        return [Shard(name, 0, value.detach()) for name, value in self._module.named_parameters()]
 
     def state_shards(self) -> list[Shard]:
-        _refuse_checkpoint()
+        raise UnsupportedError("the control of backend 'fairscale' is for comparing runs: its state isn't saved")
+
+    def restart(self) -> None:
+        self.state_shards()
 
     def close(self) -> None:
         self._synchronize()
@@ -153,7 +152,3 @@ class ControlEngine(Engine):
             # Memory of its own again, and no view of OSS's buffers.
             value.data = value.data.clone()
         del self.model, self._oss
-
-
-def _refuse_checkpoint() -> NoReturn:
-    raise UnsupportedError("the control of backend 'fairscale' is for comparing runs: it isn't saved or exported")

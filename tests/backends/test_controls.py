@@ -116,6 +116,9 @@ def train(control: str, name: str, accumulate: int, clip: float | None) -> dict[
             norms.append(session.grad_norm)
             schedule.step()
         weights = session.full_weights()
+        for shard in session._engine.weight_shards():
+            whole = weights[shard.name].flatten()
+            assert torch.equal(shard.values.flatten(), whole[shard.start : shard.start + shard.values.numel()])
     # The module is the user's again.
     assert all(type(value) is nn.Parameter and value.grad is None for value in model.parameters())
     for key, value in model.state_dict().items():
@@ -253,7 +256,7 @@ def test_deepspeed_is_told_what_was_asked_for_and_no_more(control: str) -> None:
     }
 
 
-def refusals(control: str, case: str) -> tuple[str, str]:
+def refusals(control: str, case: str, directory: str) -> tuple[str, str]:
     model = W(1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if case == "state":
@@ -274,7 +277,7 @@ def refusals(control: str, case: str) -> tuple[str, str]:
             elif case == "save":
                 session.backward(session.model([1.0]))
                 session.step()
-                session.export("nowhere")
+                session.save(directory)
             elif case == "evaluate":
                 with session.evaluate():
                     pass
@@ -288,30 +291,30 @@ LACKS = {
     "state": ("InputError", "begins with a fresh optimizer"),
     "weights": ("UnsupportedError", "can't give"),
     "uneven": ("UnsupportedError", "can't give"),
-    "save": ("UnsupportedError", "isn't saved or exported"),
+    "save": ("UnsupportedError", "its state isn't saved"),
 }
 
 
 @arms("deepspeed:stage=1", "deepspeed:stage=3", *FAIRSCALE)
 @pytest.mark.parametrize("case", LACKS)
-def test_what_a_control_lacks_it_refuses_on_every_rank(control: str, case: str) -> None:
+def test_what_a_control_lacks_it_refuses_on_every_rank(control: str, case: str, tmp_path: Path) -> None:
     text = f"{control}{',' if ':' in control else ':'}accumulate=2" if case == "uneven" else control
     kind, words = LACKS[case]
-    for found in run(refusals, text, case, timeout=60):
+    for found in run(refusals, text, case, str(tmp_path), timeout=60):
         assert found[0] == kind
         assert words in found[1]
 
 
 @arms("deepspeed:stage=3")
 def test_a_control_at_stage_3_refuses_to_evaluate_at_will(control: str) -> None:
-    for kind, words in run(refusals, control, "evaluate", timeout=60):
+    for kind, words in run(refusals, control, "evaluate", "", timeout=60):
         assert kind == "UnsupportedError"
         assert "the same number of times" in words
 
 
 @arms("deepspeed:config=there.json", "deepspeed:half_weights=true,precision=bf16", "deepspeed:precision=fp16")
 def test_what_a_control_of_deepspeed_does_not_say_it_refuses(control: str) -> None:
-    kind, words = run(refusals, control, "", processes=1, timeout=60)[0]
+    kind, words = run(refusals, control, "", "", processes=1, timeout=60)[0]
     assert kind == "UnsupportedError"
     assert "the control of backend 'deepspeed'" in words
 
