@@ -423,6 +423,11 @@ def test_steps_grow_by_powers_of_two_from_where_the_runs_part(
             "All is the same up to step 1. The first bit that differs is seen in step 2: the loss, 1.5 in a and nan "
             "in b.",
         ),
+        (
+            Parting(1, "gradient", "w", 1.0, 2.0, 0.5, count=7),
+            "The first bit that differs is seen in step 1: the gradient of w, of L2 norm 1 in a and 2 in b, 50 % "
+            "apart, the most of 7 parameters.",
+        ),
         (Parting(1, "data", rank=1), "The first bit that differs is seen in step 1: the batch on rank 1."),
         (
             Parting(1, "loss", "", 1.0, 1.0000001, 1.2e-7, 1.0),
@@ -465,6 +470,12 @@ def test_a_default_that_changed_for_several_strategies_is_one_row() -> None:
         "one:stage=1 (control), one:stage=2,accumulate=2, one:stage=3,offload=parameters,accumulate=4",
     ]
     assert rows[1][:3] == ["ZeroConfig.reduce_bucket_size", "500000000", "(absent)"]
+
+
+def test_a_difference_that_only_counts_more_of_its_kind_has_no_values() -> None:
+    assert _words.sides_of(Difference("start", "and 8 more weights")) == ("", "")
+    assert _words.sides_of(Difference("seed", "torch", None, 1)) == ("null", "1")
+    assert _words.sides_of(Difference("seed", "torch", None, None, "a")) == ("(absent)", "null")
 
 
 def test_a_diagnosis_of_the_repeats_is_told_once() -> None:

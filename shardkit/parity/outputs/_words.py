@@ -226,7 +226,8 @@ def _when(parting: Parting) -> str:
 
 
 def _what(parting: Parting) -> str:
-    quantity = "weights" if parting.quantity == "weights before the first step" else parting.quantity
+    weights = parting.quantity in ("weight", "weights before the first step")
+    quantity = "weights" if weights else parting.quantity
     name = {"applied": "whether the step moved the weights", "data": "the batch"}.get(quantity, f"the {quantity}")
     where = f" of {line(parting.parameter)}" if parting.parameter else ""
     return name + where + (f" on rank {parting.rank}" if parting.rank is not None else "")
@@ -244,6 +245,7 @@ def _values(parting: Parting, names: tuple[str, str]) -> str:
         told = f", {norm}{loss(parting.a)} {_in(a)} and {loss(parting.b)} {_in(b)}"
     if math.isfinite(parting.relative):
         told += f", {share(parting.relative)} apart"
+        told += f", the most of {parting.count} parameters" if parting.count > 1 else ""
     return told + (f", {count_ulps(parting.ulps)}" if parting.ulps is not None and math.isfinite(parting.ulps) else "")
 
 
@@ -274,7 +276,9 @@ def ordered(differences: list[Difference]) -> list[Difference]:
 
 
 def sides_of(difference: Difference, most: int | None = None) -> tuple[str, str]:
-    """Return a difference's two values as text."""
+    """Return a difference's two values as text; of one that says all in its name, nothing."""
+    if difference.a is None and difference.b is None and not difference.missing:
+        return "", ""
     a = "(absent)" if difference.missing == "a" else value(difference.a, most)
     b = "(absent)" if difference.missing == "b" else value(difference.b, most)
     return a, b
