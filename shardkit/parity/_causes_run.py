@@ -50,16 +50,8 @@ def data(case: Case) -> Iterator[Diagnosis]:
     found = order(case.pair)
     if found is not None:
         what, left, right = found
-        told = (
-            f"{'a' if left else 'b'} reads them {left or right}"
-            if not (left and right)
-            else f"first in step {case.parting.step}"
-        )
-        yield Diagnosis(
-            "data",
-            f"the runs read {what}: {told}" if left and right else f"the runs read the same batches, and {told}",
-            evidence,
-        )
+        told = f"{'a' if left else 'b'} reads them {left or right}" if not (left and right) else f"first in step {case.parting.step}"
+        yield Diagnosis("data", f"the runs read {what}: {told}" if left and right else f"the runs read the same batches, and {told}", evidence)
         return
     yield Diagnosis("data", f"the runs read other batches, first in step {case.parting.step}", evidence)
 
@@ -69,9 +61,7 @@ def start(case: Case) -> Iterator[Diagnosis]:
     parting = case.parting
     if parting is not None and parting.quantity == "weights before the first step":
         sentence = f"the runs start from other weights: {parting.count} parameters differ, {parting.parameter} the most"
-        yield Diagnosis(
-            "start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)}
-        )
+        yield Diagnosis("start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)})
 
 
 def schedules(case: Case) -> Iterator[Diagnosis]:

@@ -51,9 +51,7 @@ def final(a: Trace, b: Trace) -> tuple[float | None, float | None]:
 def same_bits(a: Trace, b: Trace) -> bool:
     """Return whether the weights and buffers at the end, where both have them, are the same to the last bit."""
     return all(
-        torch.equal(
-            value.view(torch.uint8) if value.dim() else value, other.view(torch.uint8) if other.dim() else other
-        )
+        torch.equal(value.view(torch.uint8) if value.dim() else value, other.view(torch.uint8) if other.dim() else other)
         if value.dtype == other.dtype and value.shape == other.shape
         else False
         for name, value in a.final_weights.items()

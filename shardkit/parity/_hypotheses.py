@@ -129,9 +129,7 @@ def _modes(rule: Rule) -> Iterator[Hypothesis]:
     if len(set(decays)) > 1:
         for value in dict.fromkeys(decays):
             if value:
-                yield _mode(
-                    f"with weight decay {value:g} for all groups", rule.but(weight_decay=value), {"weight_decay": value}
-                )
+                yield _mode(f"with weight decay {value:g} for all groups", rule.but(weight_decay=value), {"weight_decay": value})
 
 
 def _settings(rule: Rule) -> Iterator[Hypothesis]:

@@ -56,9 +56,7 @@ class Bound:
         inputs = torch.cat([torch.zeros_like(gap.weights[:1]), gap.weights[:-1]])
         self.loss = _beyond(gap.loss, LOSS, own and own.loss, inputs)
         self.norm = _beyond(gap.norm, NORM, own and own.norm, inputs)
-        self.gradient = _beyond(
-            gap.gradient, GRADIENT, own and own.gradient, torch.maximum(inputs, _before(gap.gradients))
-        )
+        self.gradient = _beyond(gap.gradient, GRADIENT, own and own.gradient, torch.maximum(inputs, _before(gap.gradients)))
         self.weight = _beyond(gap.weight, WEIGHT, own and own.weight, inputs) & ~gap.noise
         self.start = gap.start > 2.0**-22
         if own is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,7 @@ def compare(ctx: click.Context, /, a: Path, b: Path, again: Path | None, as_json
     write.check(output)
     traces = [Trace.load(path) for path in (a, b)]
     other = None if again is None else Trace.load(again)
-    found = compare(*traces, again=other, names=(a.name, b.name))
+    found = dataclasses.replace(compare(*traces, again=other), a=str(a), b=str(b))
     write.emit(found, _console(), as_json=as_json, output=output)
     ctx.exit(found.exit_code)
 

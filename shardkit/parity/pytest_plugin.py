@@ -6,7 +6,7 @@ Pytest loads it where shardkit is installed; it imports nothing heavy before a t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ class Parity:
             )
         else:
             expected, name = Trace.load(self.against), self.against.name
-        found = compare(expected, self.run(loop), names=(name, self.strategy))
+        found = replace(compare(expected, self.run(loop)), a=name, b=self.strategy)
         good = ("identical",) if self.exact else ("identical", "round-off")
         if found.verdict not in good:
             pytest.fail(as_text(found), pytrace=False)

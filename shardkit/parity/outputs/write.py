@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
