@@ -187,6 +187,20 @@ def test_junit_has_a_case_for_each_row_by_its_verdict() -> None:
     }
 
 
+def test_junit_of_a_suite_has_an_outcome_for_each_verdict() -> None:
+    report = _made.suite()
+    cases = ElementTree.fromstring(as_junit(report).encode())[1].findall("testcase")
+    outcomes = {
+        "parity": "",
+        "no parity": "failure",
+        "could not run": "error",
+        "refused": "error",
+        "unjudged": "skipped",
+    }
+    for row, case in zip(report.rows, cases, strict=True):
+        assert next((child.tag for child in case if child.tag != "system-out"), "") == outcomes[row.verdict]
+
+
 def test_junit_of_an_environment_that_could_not_be_made_is_an_error() -> None:
     root = ElementTree.fromstring(as_junit(_made.uninstalled()).encode())
     error = root[1].find("testcase/error")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardkit.parity._results import Comparison, Diagnosis, Difference, Failure, Measured, Parting, Report, Row
+from shardkit.parity._results import Comparison, Diagnosis, Difference, Failure, Measured, Parting, Report, Row, Side
 
 LEGEND = {
     "distance": "how far losses, gradient norms or what training moved of the weights lie from the same work in "
@@ -160,16 +160,22 @@ def title(found: Comparison | Report) -> str:
     """Return what is compared, in one line."""
     if isinstance(found, Comparison):
         return f"{line(found.a)} against {line(found.b)}"
-    work = line(found.settings.get("workload", "")) or "a workload"
-    names = [line(side.name) for side in found.sides]
+    work = line(found.settings.get("target", "")) or "a workload"
     if found.kind == "upgrade":
+        names = [environment(side) for side in found.sides]
         return f"{work} on {' against '.join(names)}" if names else work
-    return f"strategies side by side on {work}" + (f", {', '.join(names)}" if names else "")
+    return f"strategies side by side on {work}"
+
+
+def environment(side: Side) -> str:
+    """Return what a side is: the versions that were asked for, where there are any."""
+    asked = ", ".join(f"{line(name)} {line(version)}" for name, version in side.wanted.items())
+    return asked or line(side.name)
 
 
 def settings(found: Report) -> str:
     """Return what else was settled, in one line."""
-    kept = {name: held for name, held in found.settings.items() if name != "workload" and held is not None}
+    kept = {name: held for name, held in found.settings.items() if name != "target" and held is not None}
     return ", ".join(f"{line(name).replace('_', ' ')} {_bare(held)}" for name, held in kept.items())
 
 
@@ -339,7 +345,7 @@ def failures(found: Report) -> list[Failed]:
 
 def names_of(found: Report) -> list[str]:
     """Return the names of the sides, of two at least; those of an environment against itself are told apart."""
-    names = [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    names = [environment(side) for side in found.sides] + ["before", "after"][len(found.sides) :]
     return [f"{names[0]} (before)", f"{names[1]} (after)"] if len(names) == 2 and names[0] == names[1] else names
 
 
