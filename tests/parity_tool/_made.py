@@ -146,7 +146,7 @@ def suite() -> Report:
     far = measured(190.0, distances=Distances(4e-3, 5e-2, 6e-2, 33_000.0), shift=0.4)
     odd = measured(150.0, distances=Distances(math.nan, math.inf, 0.0, math.nan), peak_memory=[])
     rows = [
-        Row("one:stage=1,accumulate=2", False, "parity", "", measured(210.0)),
+        Row("one:stage=1,accumulate=2", False, "parity", "nothing more to say", measured(210.0)),
         Row("one:stage=2,offload=optimizer,accumulate=2,precision=bf16", False, "no parity",
             "the loss is 33333 times as far from float64 as the baseline's", far, comparison=rich_comparison()),
         Row("one:stage=3", True, "parity", "not repeatable", race),

@@ -370,6 +370,9 @@ def test_the_terminal_shows_a_suite_row_beside_the_baselines_distances() -> None
     assert re.search(r"one:stage=3 \(control\) +parity +NO", text)
     assert "fails:crash died: rank 1 raised RuntimeError: no such op" in text
     assert "nothing: it trains on no CPU" in text
+    assert "one:stage=3 (control): not repeatable" in text
+    # Of what is at parity the numbers say it all.
+    assert "nothing more to say" not in text
     assert "control: the library driven by itself" in text
     assert text.rstrip().endswith("7 of 13 strategies could not run, and 1 has no parity")
 

@@ -357,8 +357,9 @@ def repeatable(measured: Measured | None) -> str:
 
 
 def reasoned(row: Row) -> bool:
-    """Return whether a row's reason says what its failure doesn't."""
-    return bool(row.reason) and (row.before.failure is None or row.verdict == "refused")
+    """Return whether a row's reason says what neither its numbers nor its failure do."""
+    plain = row.verdict == "parity" and row.before.repeatable
+    return bool(row.reason) and not plain and (row.before.failure is None or row.verdict == "refused")
 
 
 def changed(found: Report) -> list[tuple[Difference, list[str]]]:
