@@ -394,7 +394,9 @@ def test_the_terminal_shows_an_upgrade() -> None:
 
 
 def test_markup_in_names_and_numbers_is_text() -> None:
-    report = Report("run", {}, [], [Row("[bold]x[/bold]", False, "parity", "[red]y[/]", _made.measured())], 0, "[u]z")
+    report = Report(
+        "run", {}, [], [Row("[bold]x[/bold]", False, "no parity", "[red]y[/]", _made.measured())], 0, "[u]z"
+    )
     text = printed(report)
     for literal in ("[bold]x[/bold]", "[red]y[/]", "[u]z"):
         assert literal in text
