@@ -146,7 +146,7 @@ def suite() -> Report:
     far = measured(190.0, distances=Distances(4e-3, 5e-2, 6e-2, 33_000.0), shift=0.4)
     odd = measured(150.0, distances=Distances(math.nan, math.inf, 0.0, math.nan), peak_memory=[])
     rows = [
-        Row("one:stage=1,accumulate=2", False, "parity", "", measured(210.0)),
+        Row("one:stage=1,accumulate=2", False, "parity", "nothing more to say", measured(210.0)),
         Row("one:stage=2,offload=optimizer,accumulate=2,precision=bf16", False, "no parity",
             "the loss is 33333 times as far from float64 as the baseline's", far, comparison=rich_comparison()),
         Row("one:stage=3", True, "parity", "not repeatable", race),
@@ -156,9 +156,9 @@ def suite() -> Report:
         Row(HOSTILE, False, "could not run", HOSTILE, failed("crash", HOSTILE, HOSTILE)),
         Row("bare", False, "unjudged", "", Measured()),
     ]  # fmt: skip
-    side = Side("installed", {}, {"torch": "2.13.0", "python": "3.11.7"}, ["all is as installed"],
+    side = Side("run", {}, {"torch": "2.13.0", "python": "3.11.7"}, ["all is as installed"],
                 baseline=measured(240.0, distances=Distances(1e-7, 3e-7, 4e-6, 1.0)))  # fmt: skip
-    settings = {"workload": "t5-tiny", "steps": 30, "processes": 2, "factor": 4.0, "seed": None, "device": "cpu"}
+    settings = {"target": "t5-tiny", "steps": 30, "processes": 2, "factor": 4.0, "seed": None, "device": "cpu"}
     return Report("run", settings, [side], rows, 2, "7 of 13 strategies could not run, and 1 has no parity")
 
 
@@ -188,19 +188,19 @@ def upgrade() -> Report:
         Row("empty", False, "different", "no steps", Measured(), Measured(), comparison(steps=0)),
     ]  # fmt: skip
     sides = [
-        Side("lib 1.2.3", {"lib": "1.2.3"}, {"lib": "1.2.3", "torch": "2.13.0"}, ["shared with what is installed"],
+        Side("before", {"lib": "1.2.3"}, {"lib": "1.2.3", "torch": "2.13.0"}, ["shared with what is installed"],
              baseline=measured(240.0)),
-        Side("lib 1.3.0", {"lib": "1.3.0"}, {"lib": "1.3.0", "torch": "2.13.0", "new": "0.1"}, [HOSTILE],
+        Side("after", {"lib": "1.3.0"}, {"lib": "1.3.0", "torch": "2.13.0", "new": "0.1"}, [HOSTILE],
              baseline=failed("timeout", "no answer in 60 s")),
     ]  # fmt: skip
-    settings = {"workload": "t5-tiny", "steps": 30, "processes": 2, "accumulate": 1, "device": "cpu", "repeats": 3}
+    settings = {"target": "t5-tiny", "steps": 30, "processes": 2, "accumulate": 1, "device": "cpu", "repeats": 3}
     return Report("upgrade", settings, sides, rows, 2, "different: 4 of 15 strategies differ, and 7 could not run")
 
 
 def uninstalled() -> Report:
     """Return an upgrade of which one environment could not be made: no rows."""
     failure = Failure("install", "there is no lib 9.9", HOSTILE)
-    sides = [Side("lib 1.2.3", {"lib": "1.2.3"}, {"lib": "1.2.3"}), Side("lib 9.9", {"lib": "9.9"}, {}, [], failure)]
+    sides = [Side("before", {"lib": "1.2.3"}, {"lib": "1.2.3"}), Side("after", {"lib": "9.9"}, {}, [], failure)]
     return Report("upgrade", {}, sides, [], 2, "lib 9.9 could not be installed")
 
 

@@ -187,6 +187,20 @@ def test_junit_has_a_case_for_each_row_by_its_verdict() -> None:
     }
 
 
+def test_junit_of_a_suite_has_an_outcome_for_each_verdict() -> None:
+    report = _made.suite()
+    cases = ElementTree.fromstring(as_junit(report).encode())[1].findall("testcase")
+    outcomes = {
+        "parity": "",
+        "no parity": "failure",
+        "could not run": "error",
+        "refused": "error",
+        "unjudged": "skipped",
+    }
+    for row, case in zip(report.rows, cases, strict=True):
+        assert next((child.tag for child in case if child.tag != "system-out"), "") == outcomes[row.verdict]
+
+
 def test_junit_of_an_environment_that_could_not_be_made_is_an_error() -> None:
     root = ElementTree.fromstring(as_junit(_made.uninstalled()).encode())
     error = root[1].find("testcase/error")
@@ -356,6 +370,9 @@ def test_the_terminal_shows_a_suite_row_beside_the_baselines_distances() -> None
     assert re.search(r"one:stage=3 \(control\) +parity +NO", text)
     assert "fails:crash died: rank 1 raised RuntimeError: no such op" in text
     assert "nothing: it trains on no CPU" in text
+    assert "one:stage=3 (control): not repeatable" in text
+    # Of what is at parity the numbers say it all.
+    assert "nothing more to say" not in text
     assert "control: the library driven by itself" in text
     assert text.rstrip().endswith("7 of 13 strategies could not run, and 1 has no parity")
 
@@ -377,7 +394,9 @@ def test_the_terminal_shows_an_upgrade() -> None:
 
 
 def test_markup_in_names_and_numbers_is_text() -> None:
-    report = Report("run", {}, [], [Row("[bold]x[/bold]", False, "parity", "[red]y[/]", _made.measured())], 0, "[u]z")
+    report = Report(
+        "run", {}, [], [Row("[bold]x[/bold]", False, "no parity", "[red]y[/]", _made.measured())], 0, "[u]z"
+    )
     text = printed(report)
     for literal in ("[bold]x[/bold]", "[red]y[/]", "[u]z"):
         assert literal in text
@@ -423,6 +442,11 @@ def test_steps_grow_by_powers_of_two_from_where_the_runs_part(
             "All is the same up to step 1. The first bit that differs is seen in step 2: the loss, 1.5 in a and nan "
             "in b.",
         ),
+        (
+            Parting(1, "gradient", "w", 1.0, 2.0, 0.5, count=7),
+            "The first bit that differs is seen in step 1: the gradient of w, of L2 norm 1 in a and 2 in b, 50 % "
+            "apart, the most of 7 parameters.",
+        ),
         (Parting(1, "data", rank=1), "The first bit that differs is seen in step 1: the batch on rank 1."),
         (
             Parting(1, "loss", "", 1.0, 1.0000001, 1.2e-7, 1.0),
@@ -465,6 +489,12 @@ def test_a_default_that_changed_for_several_strategies_is_one_row() -> None:
         "one:stage=1 (control), one:stage=2,accumulate=2, one:stage=3,offload=parameters,accumulate=4",
     ]
     assert rows[1][:3] == ["ZeroConfig.reduce_bucket_size", "500000000", "(absent)"]
+
+
+def test_a_difference_that_only_counts_more_of_its_kind_has_no_values() -> None:
+    assert _words.sides_of(Difference("start", "and 8 more weights")) == ("", "")
+    assert _words.sides_of(Difference("seed", "torch", None, 1)) == ("null", "1")
+    assert _words.sides_of(Difference("seed", "torch", None, None, "a")) == ("(absent)", "null")
 
 
 def test_a_diagnosis_of_the_repeats_is_told_once() -> None:

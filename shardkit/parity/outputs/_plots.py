@@ -30,6 +30,8 @@ _BEYOND = 1e30
 """What a plot takes for infinite."""
 _DECADES = 20
 _ROUND_OFF = 2.0**-24
+_LEAST = 2.0**-23
+"""The least distance that the baseline is taken to have, as where the verdict is made."""
 
 
 class Plot(NamedTuple):
@@ -402,8 +404,8 @@ def distances(name: str, report: Report) -> Plot | None:
             values = [getattr(held, field) for _, held in rows]
             own = getattr(base, field) if base is not None else None
             scale = _Scale.of([*values, *([] if own is None else [own])])
-            if own is not None and own > 0 and isinstance(factor, int | float):
-                axes.axvspan(1e-300, own * factor, color=_GREEN, alpha=0.12, linewidth=0)
+            if own is not None and own >= 0 and isinstance(factor, int | float):
+                axes.axvspan(1e-300, max(own, _LEAST) * factor, color=_GREEN, alpha=0.12, linewidth=0)
             if own is not None:
                 axes.axvline(scale.place(own), color=_GREY, linewidth=1.5)
             axes.set_xscale("log")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardkit.parity._results import Comparison, Diagnosis, Difference, Failure, Measured, Parting, Report, Row
+from shardkit.parity._results import Comparison, Diagnosis, Difference, Failure, Measured, Parting, Report, Row, Side
 
 LEGEND = {
     "distance": "how far losses, gradient norms or what training moved of the weights lie from the same work in "
@@ -160,16 +160,22 @@ def title(found: Comparison | Report) -> str:
     """Return what is compared, in one line."""
     if isinstance(found, Comparison):
         return f"{line(found.a)} against {line(found.b)}"
-    work = line(found.settings.get("workload", "")) or "a workload"
-    names = [line(side.name) for side in found.sides]
+    work = line(found.settings.get("target", "")) or "a workload"
     if found.kind == "upgrade":
+        names = [environment(side) for side in found.sides]
         return f"{work} on {' against '.join(names)}" if names else work
-    return f"strategies side by side on {work}" + (f", {', '.join(names)}" if names else "")
+    return f"strategies side by side on {work}"
+
+
+def environment(side: Side) -> str:
+    """Return what a side is: the versions that were asked for, where there are any."""
+    asked = ", ".join(f"{line(name)} {line(version)}" for name, version in side.wanted.items())
+    return asked or line(side.name)
 
 
 def settings(found: Report) -> str:
     """Return what else was settled, in one line."""
-    kept = {name: held for name, held in found.settings.items() if name != "workload" and held is not None}
+    kept = {name: held for name, held in found.settings.items() if name != "target" and held is not None}
     return ", ".join(f"{line(name).replace('_', ' ')} {_bare(held)}" for name, held in kept.items())
 
 
@@ -226,7 +232,8 @@ def _when(parting: Parting) -> str:
 
 
 def _what(parting: Parting) -> str:
-    quantity = "weights" if parting.quantity == "weights before the first step" else parting.quantity
+    weights = parting.quantity in ("weight", "weights before the first step")
+    quantity = "weights" if weights else parting.quantity
     name = {"applied": "whether the step moved the weights", "data": "the batch"}.get(quantity, f"the {quantity}")
     where = f" of {line(parting.parameter)}" if parting.parameter else ""
     return name + where + (f" on rank {parting.rank}" if parting.rank is not None else "")
@@ -244,6 +251,7 @@ def _values(parting: Parting, names: tuple[str, str]) -> str:
         told = f", {norm}{loss(parting.a)} {_in(a)} and {loss(parting.b)} {_in(b)}"
     if math.isfinite(parting.relative):
         told += f", {share(parting.relative)} apart"
+        told += f", the most of {parting.count} parameters" if parting.count > 1 else ""
     return told + (f", {count_ulps(parting.ulps)}" if parting.ulps is not None and math.isfinite(parting.ulps) else "")
 
 
@@ -274,7 +282,9 @@ def ordered(differences: list[Difference]) -> list[Difference]:
 
 
 def sides_of(difference: Difference, most: int | None = None) -> tuple[str, str]:
-    """Return a difference's two values as text."""
+    """Return a difference's two values as text; of one that says all in its name, nothing."""
+    if difference.a is None and difference.b is None and not difference.missing:
+        return "", ""
     a = "(absent)" if difference.missing == "a" else value(difference.a, most)
     b = "(absent)" if difference.missing == "b" else value(difference.b, most)
     return a, b
@@ -335,7 +345,7 @@ def failures(found: Report) -> list[Failed]:
 
 def names_of(found: Report) -> list[str]:
     """Return the names of the sides, of two at least; those of an environment against itself are told apart."""
-    names = [line(side.name) for side in found.sides] + ["before", "after"][len(found.sides) :]
+    names = [environment(side) for side in found.sides] + ["before", "after"][len(found.sides) :]
     return [f"{names[0]} (before)", f"{names[1]} (after)"] if len(names) == 2 and names[0] == names[1] else names
 
 
@@ -347,8 +357,9 @@ def repeatable(measured: Measured | None) -> str:
 
 
 def reasoned(row: Row) -> bool:
-    """Return whether a row's reason says what its failure doesn't."""
-    return bool(row.reason) and (row.before.failure is None or row.verdict == "refused")
+    """Return whether a row's reason says what neither its numbers nor its failure do."""
+    plain = row.verdict == "parity" and row.before.repeatable
+    return bool(row.reason) and not plain and (row.before.failure is None or row.verdict == "refused")
 
 
 def changed(found: Report) -> list[tuple[Difference, list[str]]]:

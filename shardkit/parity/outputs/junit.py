@@ -27,8 +27,9 @@ class _Case(NamedTuple):
 def as_junit(found: Comparison | Report) -> str:
     """Return an XML document: a suite for each environment, with its versions, and one of all strategies.
 
-    A strategy that differs or has no parity is a failure, what could not run an error, what was refused or could not be
-    judged is skipped. A case's time is that of its steps: all runs', on both sides. Numbers are in its output.
+    A strategy that differs or has no parity is a failure; what could not run, or was refused by a suite, an error; what
+    could not be judged, or is refused before and after an upgrade alike, is skipped. A case's time is that of its
+    steps: all runs', on both sides. Numbers are in its output.
     """
     root = Element("testsuites", name="shardkit parity")
     if isinstance(found, Comparison):
@@ -135,10 +136,10 @@ def _strategy(row: Row, found: Report) -> _Case:
     message = row.reason or row.verdict
     if row.verdict in ("same", "round-off", "parity"):
         return _Case(name, output=f"{row.verdict}: {row.reason}\n{output}", seconds=seconds)
-    if row.verdict in ("refused", "unjudged"):
+    if row.verdict == "unjudged" or (row.verdict == "refused" and found.kind == "upgrade"):
         details = "\n".join(failure.details or failure.headline for failure in failures)
         return _Case(name, "skipped", row.verdict, f"{row.verdict}: {message}", details, output, seconds)
-    if row.verdict == "could not run":
+    if row.verdict in ("could not run", "refused"):
         details = "\n\n".join(f"{failure.headline}\n{failure.details}" for failure in failures)
         stage = failures[0].stage if failures else "error"
         return _Case(name, "error", stage, message, details, output, seconds)
