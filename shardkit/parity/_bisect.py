@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from packaging.version import Version
 
@@ -45,6 +46,7 @@ class Bisection:
     tried: list[Tried]
     exit_code: int
     summary: str
+    kind: Literal["bisect"] = "bisect"
 
 
 def bisect(

@@ -21,14 +21,15 @@ from shardkit.parity._runner import Ran
 from shardkit.parity._trace import Trace
 
 FACTOR = 4.0
-"""How many times plain DDP's own distance from the reference a strategy may have.
+"""How many times the own distance of the baseline, plain data-parallel torch, from the reference a strategy may
+have.
 
 Both are sums of the same float32 numbers in different orders, so each distance is a draw from about the same
 distribution; a wrong scale, a lost gradient, or another clipping is at 1000 and more.
 """
 
 FLOOR = 2.0**-23
-"""The least distance that plain DDP is taken to have, an ULP of float32: its own may be 0 by luck."""
+"""The least distance that the baseline is taken to have, an ULP of float32: its own may be 0 by luck."""
 
 
 def measured(outcomes: Sequence[Ran | Failure], reference: Trace | None, baseline: Distances | None) -> Measured:
@@ -121,7 +122,7 @@ def _single_verdict(found: Measured, baseline: Distances | None) -> tuple[str, s
         return "unjudged", "there is no reference to hold it against"
     times = ratio(found.distances, baseline)
     if times > FACTOR:
-        return "no parity", f"it is {times:.3g} times as far from float64 as plain DDP; at most {FACTOR:g} is parity"
+        return "no parity", f"it is {times:.3g} times as far from float64 as the baseline; at most {FACTOR:g} is parity"
     return "parity", "" if found.repeatable else "its last bits differ from run to run"
 
 

@@ -10,12 +10,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardkit.errors import LaunchError
-from shardkit.parity._work import Task, Work
-from shardkit.tools import _ranks
-from shardkit.tools.compare import headline
+from shardkit.tools import _server
+
+if TYPE_CHECKING:
+    from shardkit.errors import LaunchError
 
 
 def main() -> None:
@@ -24,13 +24,19 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         values = json.loads(line)
-        task = Task(**{**values, "work": Work(**values["work"])})
-        answers.write(json.dumps(_answer(task)) + "\n")
+        # First of all, so that it imports torch and the workload while this process imports torch.
+        _server.start(values["work"]["target"])
+        answers.write(json.dumps(_answer(values)) + "\n")
 
 
-def _answer(task: Task) -> dict[str, Any]:
+def _answer(values: dict[str, Any]) -> dict[str, Any]:
+    from shardkit.errors import LaunchError
     from shardkit.parity._trial import run_task
+    from shardkit.parity._work import Task, Work
+    from shardkit.tools import _ranks
+    from shardkit.tools.compare import headline
 
+    task = Task(**{**values, "work": Work(**values["work"])})
     for path in (task.log, task.progress):
         Path(path).write_bytes(b"")
     try:

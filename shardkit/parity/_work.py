@@ -24,8 +24,8 @@ class Work:
     target: str
     steps: int = 10
     processes: int = 2
-    batch_size: int = 4
-    accumulate: int = 2
+    batch_size: int = 2
+    accumulate: int = 3
     max_grad_norm: float | None = None
     seed: int | None = None
     device: str = "cpu"

@@ -33,13 +33,13 @@ def _work(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--batch-size",
-            default=4,
+            default=2,
             show_default=True,
             type=click.IntRange(1),
             help="Samples in a micro-batch of one rank.",
         ),
         click.option(
-            "--accumulate", default=2, show_default=True, type=click.IntRange(1), help="Micro-batches per step."
+            "--accumulate", default=3, show_default=True, type=click.IntRange(1), help="Micro-batches per step."
         ),
         click.option("--max-grad-norm", type=float, help="Clip the global L2 norm of the gradient.  [default: not]"),
         click.option("--seed", type=int, help="Seed of the random generators, plus the rank."),
@@ -99,7 +99,7 @@ def parity() -> None:
 
 @parity.command
 @_WORKLOAD
-@click.option("--strategy", required=True, help="What to train with, such as ddp or deepspeed:stage=2.")
+@click.option("--strategy", required=True, help="What to train with, in the words of docs/strategies.md.")
 @click.option(
     "-o", "--output", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The trace's file."
 )

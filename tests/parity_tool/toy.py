@@ -77,13 +77,14 @@ VERSIONS: dict[str, dict[str, str]] = {
     "1.2": {"bucket": "32"},
     "1.3": {"divisor": "1"},
     "1.4": {"start": "raise SystemExit('pip install something')"},
-    "1.5": {"before": "time.sleep(1000)"},
     "1.6": {"before": "os.kill(os.getpid(), signal.SIGSEGV)"},
     "1.7": {"after": "gradient.mul_(1 + os.urandom(1)[0] / 1000)"},
     "1.8": {"before": "raise ValueError('no such bucket')"},
-    "1.9": {"start": "time.sleep(1000)"},
+    "1.9": {},
     "2.0": {"divisor": "dist.get_world_size() ** 0.5"},
     "2.1": {"divisor": "dist.get_world_size() ** 0.5"},
+    "3.0": {"before": "time.sleep(1000)"},
+    "3.1": {"start": "time.sleep(1000)"},
 }
 
 

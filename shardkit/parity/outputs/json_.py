@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from shardkit.parity._bisect import Bisection
 from shardkit.parity._results import Comparison, Report
 from shardkit.parity._trace import Trace
 from shardkit.parity.outputs import _words
@@ -17,11 +18,11 @@ FORMAT = 1
 """Rises when a name is taken away or means something else; names are added without it."""
 
 
-def as_json(found: Comparison | Report) -> str:
+def as_json(found: Comparison | Report | Bisection) -> str:
     """Return all that was found as one JSON object, but for the traces; a number that isn't finite is null.
 
-    Its ``kind`` is ``"comparison"``, ``"run"`` or ``"upgrade"``; the other names are those of the dataclasses in
-    ``shardkit.parity``. A comparison has its ``exit_code`` and its verdict in words, ``summary``, wherever it stands.
+    Its ``kind`` is ``"comparison"``, ``"run"``, ``"upgrade"`` or ``"bisect"``; the other names are those of the
+    dataclasses in ``shardkit.parity``. A comparison has its ``exit_code`` and its verdict in words, ``summary``, wherever it stands.
     """
     body: dict[str, Any] = _plain(found)
     return to_json({"format": FORMAT, "kind": "comparison", **body})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +39,10 @@ def emit(found: Comparison | Report | Bisection, console: Console, *, as_json: b
     """Print what was found, as JSON or for a reader, and write it into the directory."""
     from shardkit.parity import outputs
     from shardkit.parity._bisect import Bisection
-    from shardkit.tools.report import to_json
 
     if isinstance(found, Bisection):
         if as_json:
-            console.file.write(to_json(asdict(found)) + "\n")
+            console.file.write(outputs.as_json(found) + "\n")
         else:
             for one in found.tried:
                 console.print(f"{one.version:<12} {one.verdict:<14} {one.reason}", markup=False, soft_wrap=True)
