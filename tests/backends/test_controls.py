@@ -147,7 +147,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[lis
     def trace(control: str) -> list[list[dict[str, Any]]]:
         extensions = tmp_path_factory.mktemp("extensions")
         found = run(train_all, control, str(extensions), processes=2, timeout=120)
-        assert not any(extensions.rglob("*.cpp")), "something was compiled"
+        assert not list(extensions.iterdir()), "something was compiled"
         return found
 
     return trace
