@@ -195,6 +195,21 @@ def test_without_a_word_of_clipping_fairscale_does_not_clip(control: str) -> Non
     assert run(one_step, control, timeout=60) == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
+def running_mean(control: str) -> float:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+    with open_session(model, sgd(model), control, control=True) as session:
+        x = torch.tensor([[0.0], [2.0]]) + 10 * session.rank
+        session.backward(session.model(x).square().mean())
+        session.step()
+        return session.full_weights()["0.running_mean"].item()
+
+
+@arms("deepspeed:stage=1", "deepspeed:stage=3")
+def test_what_deepspeed_does_not_do_with_buffers_nobody_does(control: str) -> None:
+    # The batches' means are 1 and 11, the momentum is 0.1, and each rank goes its own way.
+    assert run(running_mean, control, timeout=60) == pytest.approx([0.1, 1.1])
+
+
 @arms("deepspeed:stage=1", "deepspeed:stage=3", *FAIRSCALE)
 def test_a_control_trains_in_a_process_alone(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
