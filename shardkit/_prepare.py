@@ -181,7 +181,8 @@ def _open(plan: _Plan, processes: Processes) -> Session:
     engine = engine or EvaluationEngine(module)
     if strategy.seed is not None:
         seed_everything(strategy.seed + processes.rank)
-    buffers = Buffers(module) if processes.world_size > 1 else None
+    # What a library does with buffers is its own, and ranks that wait for each other hide its races.
+    buffers = Buffers(module) if processes.world_size > 1 and not plan.control else None
     called = plan.model if engine.model is module else engine.model
     raise_again = lower(called, strategy.precision, plan.device)
     _prepared.add(module)

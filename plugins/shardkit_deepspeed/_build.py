@@ -120,8 +120,9 @@ def _sharded(
 
 def _remove_forward_hooks(engine: Any) -> None:
     # They start timers that nobody reads, at each call of the module.
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        if hasattr(engine, name):  # older versions have none
+            getattr(engine, name).remove()
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:

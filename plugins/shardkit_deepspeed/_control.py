@@ -70,7 +70,11 @@ def config_of(strategy: Strategy, options: DeepSpeedOptions) -> dict[str, Any]:
 
 @final
 class ControlEngine(Engine):
-    """DeepSpeed's engine, which is also the module that the user calls."""
+    """DeepSpeed's engine, which is also the module that the user calls.
+
+    Nothing here communicates after DeepSpeed's own step: up to 0.19.7 the next forward at stage 3 may use weights that
+    are still on their way, and whatever waits for other ranks in between hides that.
+    """
 
     optimizer: Optimizer
     # So that ranks with fewer micro-batches refuse along with the others, which wait for them in a forward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import warnings
@@ -31,12 +32,12 @@ _DRIVEN = {
         "scaled_global_norm",
         "refresh_fp32_params",
         "round_robin_bit16_groups",
-        "round_robin_bit16_offsets",
         "single_partition_of_fp32_groups",
         "parallel_partitioned_bit16_groups",
         "_grad_acc_hooks",
     ),
     3: (
+        "backward_epilogue",
         "overlapping_partition_gradients_reduce_epilogue",
         "reduce_independent_p_g_buckets_and_remove_grads",
         "_get_norm_groups",
@@ -206,6 +207,24 @@ def check_driven(zero: Any, stage: int, version: str) -> None:
             f"{', '.join(missing)}; it is tested with DeepSpeed 0.19.8; "
             "install that, or use ddp"
         )
+
+
+def set_boundary(zero: Any, *, last: bool) -> None:
+    """Tell DeepSpeed's optimizer whether the window's last backward comes next."""
+    if hasattr(zero, "set_gradient_accumulation_boundary"):
+        zero.set_gradient_accumulation_boundary(last)
+    else:  # before 0.19.5
+        zero.is_gradient_accumulation_boundary = last
+
+
+def offsets_in(zero: Any, group: int) -> list[int]:
+    """Return where in the flat tensor of a group each of its parameters begins, at stages 1 and 2."""
+    if hasattr(zero, "round_robin_bit16_offsets"):
+        known: list[int] = zero.round_robin_bit16_offsets[group]
+        return known
+    # Before 0.19.7 they follow each other without gaps.
+    ends = itertools.accumulate(value.numel() for value in zero.round_robin_bit16_groups[group])
+    return [0, *ends][:-1]
 
 
 def restore_linear() -> None:

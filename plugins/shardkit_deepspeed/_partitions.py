@@ -11,6 +11,7 @@ from shardkit import Shard, Update
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import write
+from shardkit_deepspeed._library import offsets_in, set_boundary
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine
 
@@ -61,7 +62,7 @@ class PartitionEngine(ShardedEngine):
                 self._aliased = False
             first, size = self._rank * part.numel(), part.numel()
             fragments = []
-            values, offsets = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group]
+            values, offsets = zero.round_robin_bit16_groups[group], offsets_in(zero, group)
             for value, offset in zip(values, offsets, strict=True):
                 start, end = max(offset, first), min(offset + value.numel(), first + size)
                 if start < end:
@@ -100,11 +101,11 @@ class PartitionEngine(ShardedEngine):
             if self._half is not None:
                 self._add_up()
             if last:
-                zero.set_gradient_accumulation_boundary(True)
+                set_boundary(zero, last=True)
                 zero.setup_buckets()
                 self._average_all()
         else:
-            zero.set_gradient_accumulation_boundary(last)
+            set_boundary(zero, last=last)
             zero.setup_buckets()
             self._running = True
             try:

@@ -15,7 +15,7 @@ from shardkit.errors import StateError, UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import ignore, write
 from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
-from shardkit_deepspeed._library import patch_order_check, restore_linear, unpatch_order_check
+from shardkit_deepspeed._library import patch_order_check, restore_linear, set_boundary, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._meeting import Meeting
 from shardkit_deepspeed._restore import Restore
@@ -118,7 +118,7 @@ class Stage3Engine(ShardedEngine):
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         zero = self._zero
-        zero.set_gradient_accumulation_boundary(last)
+        set_boundary(zero, last=last)
         # The first pass of a window overwrites what the shards of the gradients hold, the others add.
         zero.micro_step_id = self._micro
         self._running = True

@@ -6,9 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fairscale.internal.params import Workhandle
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
+
+try:
+    from fairscale.internal.params import Workhandle
+except ModuleNotFoundError:  # before 0.4.7
+    from fairscale.utils.params import Workhandle
 
 __all__ = ["OSS", "ShardedDataParallel", "Workhandle", "unconfigured_logging"]
 

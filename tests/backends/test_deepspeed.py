@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -737,3 +738,22 @@ def test_two_models_train_in_turn_without_touching_each_other(found: Any, settin
     for first, second in found(settings, "trains_two_models_in_turn"):
         assert first == pytest.approx([0.85])
         assert second == pytest.approx([1.85])
+
+
+def test_older_versions_are_told_of_the_last_backward_by_an_attribute() -> None:
+    from shardkit_deepspeed._library import set_boundary
+
+    older = SimpleNamespace(is_gradient_accumulation_boundary=True)
+    set_boundary(older, last=False)
+    assert older.is_gradient_accumulation_boundary is False
+    told: list[bool] = []
+    set_boundary(SimpleNamespace(set_gradient_accumulation_boundary=told.append), last=True)
+    assert told == [True]
+
+
+def test_in_older_versions_parameters_follow_each_other_in_the_flat_tensor_without_gaps() -> None:
+    from shardkit_deepspeed._library import offsets_in
+
+    groups = [[torch.zeros(2)], [torch.zeros(3, 2), torch.zeros(5), torch.zeros(1)]]
+    assert offsets_in(SimpleNamespace(round_robin_bit16_groups=groups), 1) == [0, 6, 11]
+    assert offsets_in(SimpleNamespace(round_robin_bit16_offsets=[[0], [0, 8, 16]]), 1) == [0, 8, 16]
