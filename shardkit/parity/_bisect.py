@@ -58,6 +58,7 @@ def bisect(
     *,
     controls: bool = True,
     repeats: int = 3,
+    probe: bool = True,
     timeout: float = 120,
     listener: Listener | None = None,
 ) -> Bisection:
@@ -83,7 +84,7 @@ def bisect(
     line = sorted({low, high, *(version for version in versions(package) if low < version < high)})
     if ends[0] > ends[1]:
         line.reverse()
-    search = _Search(package, work, arms, is_loop, repeats, timeout, listener)
+    search = _Search(package, work, arms, is_loop, repeats, probe, timeout, listener)
     first, last_same, skipped = search.between(line)
     code, text = _verdict(package, line, first, last_same, skipped, search.tried)
     shared = {**vars(work), "repeats": repeats}
@@ -101,6 +102,7 @@ class _Search:
         arms: Sequence[Arm],
         is_loop: bool,
         repeats: int,
+        probe: bool,
         timeout: float,
         listener: Listener,
     ) -> None:
@@ -110,6 +112,7 @@ class _Search:
         self._arms = arms
         self._is_loop = is_loop
         self._repeats = repeats
+        self._probe = probe
         self._timeout = timeout
         self._listener = listener
         self._good: Side | None = None
@@ -164,6 +167,7 @@ class _Search:
                 self._arms,
                 is_loop=self._is_loop,
                 repeats=self._repeats,
+                probe=self._probe,
                 timeout=self._timeout,
                 listener=self._listener,
             )

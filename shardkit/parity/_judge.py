@@ -32,15 +32,25 @@ FLOOR = 2.0**-23
 """The least distance that the baseline is taken to have, an ULP of float32: its own may be 0 by luck."""
 
 
-def measured(outcomes: Sequence[Ran | Failure], reference: Trace | None, baseline: Distances | None) -> Measured:
-    """Sum up the runs of one strategy: of the first on, how far they are apart, and from the reference."""
+def measured(
+    outcomes: Sequence[Ran | Failure],
+    reference: Trace | None,
+    baseline: Distances | None,
+    probes: Sequence[Ran | Failure] = (),
+) -> Measured:
+    """Sum up the runs of one strategy: how far they are apart, and from the reference.
+
+    ``probes`` are runs of other work, which are only to be the same among each other.
+    """
     runs = [ran for ran in outcomes if isinstance(ran, Ran)]
     failure = next((ran for ran in outcomes if isinstance(ran, Failure)), None)
     if not runs:
         return Measured(failure)
     first = runs[0].trace
     others = [ran.trace for ran in runs[1:] if not same_bits(first, ran.trace)]
-    apart = [compare(first, other) for other in others]
+    quick = [ran.trace for ran in probes if isinstance(ran, Ran)]
+    parted = [other for other in quick[1:] if not same_bits(quick[0], other)]
+    apart = [*(compare(first, other) for other in others), *(compare(quick[0], other) for other in parted)]
     found = [distances(ran.trace, reference) for ran in runs] if reference is not None else []
     worst = _worst(found) if found else None
     speeds = [ran.samples_per_second for ran in runs if ran.samples_per_second]
@@ -48,7 +58,7 @@ def measured(outcomes: Sequence[Ran | Failure], reference: Trace | None, baselin
     return Measured(
         failure,
         runs=len(runs),
-        repeatable=not others,
+        repeatable=not apart,
         self_comparison=max(apart, key=lambda one: _size(one.final_weights)) if apart else None,
         distances=worst,
         parity=None if worst is None or baseline is None else at_parity(worst, baseline),

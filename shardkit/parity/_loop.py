@@ -16,7 +16,7 @@ def run_loop(
     strategy: Any,
     path: str,
     *,
-    gradients: str = "sketch",
+    detail: str = "sketch",
     begun: Callable[[Recording, Session], None] | None = None,
     ended: Callable[[Recording], None] | None = None,
 ) -> Recording:
@@ -33,7 +33,7 @@ def run_loop(
     def recorded(session: Session) -> Iterator[Recording]:
         if made:
             raise InputError("a loop records once: record was called again")
-        with record(session, path, gradients=gradients) as recording:  # type: ignore[arg-type]
+        with record(session, path, detail=detail) as recording:  # type: ignore[arg-type]
             made.append(recording)
             if begun is not None:
                 begun(recording, session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardkit import _registry
@@ -15,6 +15,9 @@ from shardkit.parity._results import Distances, Failure, Measured
 from shardkit.parity._runner import Ran, Runner
 from shardkit.parity._trace import Trace
 from shardkit.parity._work import Work
+
+_PROBE = Work("mlp", steps=100, batch_size=4, accumulate=1)
+_PROBES = 2
 
 
 class Arm(NamedTuple):
@@ -66,18 +69,22 @@ def measure(
     *,
     is_loop: bool,
     repeats: int,
+    probe: bool,
     timeout: float,
     listener: Listener,
 ) -> None:
     """Run the reference, the baseline and each arm on each side, in turns, and fill in what the sides hold.
 
-    A loop has neither reference nor baseline: nobody knows it but itself. A run that fails isn't repeated.
+    A loop has neither reference nor baseline: nobody knows it but itself. A run that fails isn't repeated. With
+    ``probe`` each arm also trains a small perceptron for many quick steps, twice, with nothing recorded but losses: a
+    race that a slow model or a recording hides shows there.
     """
     able = [side for side in sides if side.runner is not None]
-    listener.plan(len(able) * ((0 if is_loop else 1 + repeats) + repeats * len(arms)))
+    probed_runs = _PROBES * len(arms) if probe else 0
+    listener.plan(len(able) * ((0 if is_loop else 1 + repeats) + repeats * len(arms) + probed_runs))
     outcomes: dict[tuple[str, Arm | None], list[Ran | Failure]] = {}
 
-    def run(side: Side, kind: str, arm: Arm | None = None) -> Ran | Failure:
+    def run(side: Side, kind: str, arm: Arm | None = None, work: Work = work, detail: str = "sketch") -> Ran | Failure:
         assert side.runner is not None
         name = f"{side.name}: {arm or kind}" if len(sides) > 1 else str(arm or kind)
         listener.begin(name, work.steps)
@@ -88,6 +95,7 @@ def measure(
             strategy=arm.strategy if arm else "",
             control=bool(arm and arm.control),
             any_version=side.any_version,
+            detail=detail,
             progress=listener.progress,
         )
         listener.end(name, found.headline if isinstance(found, Failure) else "")
@@ -111,6 +119,15 @@ def measure(
                     if held and isinstance(found, Ran):
                         found = _slim(found, held[0])
                     held.append(found)
+    probes: dict[tuple[str, Arm], list[Ran | Failure]] = {}
+    for _ in range(_PROBES if probe else 0):
+        for arm in arms:
+            for side in able:
+                held = probes.setdefault((side.name, arm), [])
+                if not any(isinstance(one, Failure) for one in [*held, *outcomes[side.name, arm]]):
+                    held.append(
+                        run(side, "arm", arm, replace(_PROBE, processes=work.processes, device=work.device), "losses")
+                    )
     for side in sides:
         plain: Distances | None = None
         if (side.name, None) in outcomes:
@@ -120,7 +137,8 @@ def measure(
             if side.failure is not None:
                 side.arms[arm] = Measured(side.failure)
             else:
-                side.arms[arm] = measured(outcomes[side.name, arm], side.reference, plain)
+                probed = probes.get((side.name, arm), [])
+                side.arms[arm] = measured(outcomes[side.name, arm], side.reference, plain, probed)
 
 
 def _slim(ran: Ran, first: Ran | Failure) -> Ran:

@@ -33,22 +33,23 @@ _CHUNK = 2**22
 
 @contextmanager
 def record(
-    session: Session, path: str | Path | None, *, gradients: Literal["sketch", "whole"] = "sketch"
+    session: Session, path: str | Path | None, *, detail: Literal["losses", "sketch", "whole"] = "sketch"
 ) -> Iterator[Recording]:
     """Record what the session does within the context, into the file ``path``. Collective, and so is its end.
 
     Per step: losses, learning rates, whether it was applied, fingerprints of the batches, and of each parameter the
-    averaged gradient and the weight, as norm and sketch; with ``gradients="whole"`` the gradients themselves, which
-    takes the memory of one model a step on rank 0. Beside it what the run was, and the weights at the end. Rank 0
+    averaged gradient and the weight, as norm and sketch; with ``detail="whole"`` the gradients themselves too, which takes
+    the memory of one model a step on rank 0; with ``"losses"`` nothing of single parameters, and nothing that could slow
+    a race down. Beside it what the run was, and the weights at the end. Rank 0
     writes the file at the end of the context, whole or not at all; an error of the loop goes through, and the steps
     before it are kept. With ``path`` None nothing is written, and rank 0 has :attr:`Recording.trace`.
 
     Raises:
-        InputError: ``gradients`` is neither of the two.
+        InputError: ``detail`` is none of the three.
         StateError: the session only evaluates, is closed, in mid-window, or recorded already.
         TraceError: no step was taken, or the file can't be written.
     """
-    recording = Recording(session, path, gradients)
+    recording = Recording(session, path, detail)
     try:
         yield recording
     except BaseException as error:
@@ -74,9 +75,9 @@ class Recording:
     progress: Callable[[], None] | None = None
     """Called after each step."""
 
-    def __init__(self, session: Session, path: str | Path | None, gradients: str) -> None:
-        if gradients not in ("sketch", "whole"):
-            raise InputError(f'gradients is "sketch" or "whole", not {gradients!r}')
+    def __init__(self, session: Session, path: str | Path | None, detail: str) -> None:
+        if detail not in ("losses", "sketch", "whole"):
+            raise InputError(f'detail is "losses", "sketch" or "whole", not {detail!r}')
         session._require_between_windows("record")
         if "step" in vars(session):
             raise StateError("this session is recorded already: end that recording first")
@@ -84,7 +85,8 @@ class Recording:
         session._processes.meet("record")
         self._session = session
         self._path = path
-        self._whole_gradients = gradients == "whole"
+        self._sketches = detail != "losses"
+        self._whole_gradients = detail == "whole"
         self._steps: list[_Step] = []
         self._batches: list[int] = []
         self._told = False
@@ -95,6 +97,7 @@ class Recording:
         self._names = list(self._shapes)
         self._shares = Shares(session, self._shapes)
         self._groups = optimizer.param_groups
+        self._nothing = _absent()
         self._facts = facts_of(session, self._shapes)
         self._weights = [self._sketched_weights()]
         self._hook = session.model.register_forward_pre_hook(self._seen, with_kwargs=True)
@@ -196,6 +199,8 @@ class Recording:
 
     def _sketched_gradients(self) -> Tensor:
         """Return the sketches of the gradients, ``(P, WIDTH)``, or where they aren't whole of this rank's part."""
+        if not self._sketches:
+            return self._stacked({})
         session = self._session
         if self._whole_gradients:
             whole = session.full_gradients()
@@ -208,10 +213,10 @@ class Recording:
         return self._stacked(rows)
 
     def _sketched_weights(self) -> Tensor:
-        return self._stacked(self._shares.weights())
+        return self._stacked(self._shares.weights() if self._sketches else {})
 
     def _stacked(self, rows: dict[str, Tensor]) -> Tensor:
-        nothing = _absent()
+        nothing = self._nothing
         return torch.stack([rows.get(name, nothing) for name in self._names])
 
     def _joined(self) -> Trace | None:

@@ -61,7 +61,7 @@ class Runner:
         strategy: str = "",
         control: bool = False,
         any_version: bool = False,
-        gradients: str = "sketch",
+        detail: str = "sketch",
         progress: Callable[[int], None] | None = None,
     ) -> Ran | Failure:
         """Run one task and return what came of it; an answer that doesn't come within the time is a failure."""
@@ -77,7 +77,7 @@ class Runner:
             strategy=strategy,
             control=control,
             any_version=any_version,
-            gradients=gradients,
+            detail=detail,
         )
         start = self._process is None
         if start:

@@ -18,6 +18,7 @@ def run(
     *,
     controls: bool = False,
     repeats: int = 2,
+    probe: bool = False,
     timeout: float = 120,
     listener: Listener | None = None,
 ) -> Report:
@@ -40,7 +41,7 @@ def run(
         listener.note(note)
     with Runner({}, preload=preload_of(arms)) as runner:
         side = Side("run", runner)
-        measure([side], work, arms, is_loop=is_loop, repeats=repeats, timeout=timeout, listener=listener)
+        measure([side], work, arms, is_loop=is_loop, repeats=repeats, probe=probe, timeout=timeout, listener=listener)
     plain = side.baseline.distances if side.baseline is not None else None
     rows = [single_row(arm.strategy, arm.control, side.arms[arm], plain) for arm in arms]
     return Report(

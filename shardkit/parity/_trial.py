@@ -80,7 +80,7 @@ def _run_workload(task: Task, make: Callable[[], Workload]) -> Told:
     model = workload.model.to(device).train()
     with prepare(model, workload.optimizer, strategy) as session:
         batches = islice(workload.batches(work.batch_size), session.rank, None, session.world_size)
-        with record(session, task.trace, gradients=task.gradients) as recording:  # type: ignore[arg-type]
+        with record(session, task.trace, detail=task.detail) as recording:  # type: ignore[arg-type]
             recording.progress = _teller(task, session)
             for _ in range(work.steps * work.accumulate):
                 batch = to_device(next(batches), device)
@@ -114,7 +114,7 @@ def _run_loop(task: Task, loop: Callable[..., Any]) -> Told:
         loop,
         strategy,
         task.trace,
-        gradients=task.gradients,
+        detail=task.detail,
         begun=begun,
         ended=lambda recording: recording.add("peak_memory", memory.read()),
     )

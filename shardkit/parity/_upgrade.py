@@ -37,6 +37,7 @@ def upgrade(
     *,
     controls: bool = True,
     repeats: int = 3,
+    probe: bool = True,
     timeout: float = 120,
     listener: Listener | None = None,
 ) -> Report:
@@ -60,7 +61,7 @@ def upgrade(
         listener.note(note)
     with opened([("before", old), ("after", new)], arms, listener) as sides:
         pairs = [side for side, _ in sides]
-        measure(pairs, work, arms, is_loop=is_loop, repeats=repeats, timeout=timeout, listener=listener)
+        measure(pairs, work, arms, is_loop=is_loop, repeats=repeats, probe=probe, timeout=timeout, listener=listener)
         explain_hangs(sides)
     one, other = pairs
     versions = [spec.version for spec in (*old, *new)]

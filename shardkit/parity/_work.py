@@ -55,7 +55,7 @@ class Task:
     strategy: str = ""
     control: bool = False
     any_version: bool = False
-    gradients: str = "sketch"
+    detail: str = "sketch"
 
     @property
     def ranks(self) -> int:

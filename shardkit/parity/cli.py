@@ -88,6 +88,15 @@ def _controls(default: bool) -> Callable[..., Any]:
     )
 
 
+def _probe(default: bool) -> Callable[..., Any]:
+    return click.option(
+        "--probe/--no-probe",
+        default=default,
+        show_default=True,
+        help="Have each also train a small perceptron for many quick steps, twice: races show there first.",
+    )
+
+
 @click.group
 def parity() -> None:
     """Record what runs are like, compare them, and find what an upgrade changes and since which version.
@@ -104,17 +113,15 @@ def parity() -> None:
     "-o", "--output", "path", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The trace's file."
 )
 @click.option(
-    "--gradients",
+    "--detail",
     default="sketch",
     show_default=True,
-    type=click.Choice(["sketch", "whole"]),
-    help="What of each gradient is kept: a sketch of 33 numbers, or all of it.",
+    type=click.Choice(["losses", "sketch", "whole"]),
+    help="What is kept of each parameter: nothing, sketches of weight and gradient, or the whole gradients too.",
 )
 @click.option("--control", is_flag=True, help="Drive the strategy's library by itself, with its own defaults.")
 @_work
-def record(
-    workload: str, strategy: str, path: Path, gradients: str, control: bool, timeout: float, **sizes: Any
-) -> None:
+def record(workload: str, strategy: str, path: Path, detail: str, control: bool, timeout: float, **sizes: Any) -> None:
     """Train WORKLOAD under a strategy in fresh processes, and write a trace of it.
 
     Exit code: 0 if it was written, 2 if it could not run.
@@ -139,7 +146,7 @@ def record(
             timeout=timeout,
             strategy=strategy,
             control=control,
-            gradients=gradients,
+            detail=detail,
             progress=listener.progress,
         )
     if isinstance(found, Failure):
@@ -185,6 +192,7 @@ def compare(ctx: click.Context, /, a: Path, b: Path, again: Path | None, as_json
 @_strategies
 @_controls(False)
 @_repeats(2)
+@_probe(False)
 @_work
 @_JSON
 @_OUTPUT
@@ -196,6 +204,7 @@ def run(
     strategies: tuple[str, ...],
     controls: bool,
     repeats: int,
+    probe: bool,
     timeout: float,
     as_json: bool,
     output: Path | None,
@@ -221,6 +230,7 @@ def run(
             split_strategies(strategies),
             controls=controls,
             repeats=repeats,
+            probe=probe,
             timeout=timeout,
             listener=listener,
         )
@@ -235,6 +245,7 @@ def run(
 @_strategies
 @_controls(True)
 @_repeats(3)
+@_probe(True)
 @_work
 @_JSON
 @_OUTPUT
@@ -248,6 +259,7 @@ def upgrade(
     strategies: tuple[str, ...],
     controls: bool,
     repeats: int,
+    probe: bool,
     timeout: float,
     as_json: bool,
     output: Path | None,
@@ -275,6 +287,7 @@ def upgrade(
             split_strategies(strategies),
             controls=controls,
             repeats=repeats,
+            probe=probe,
             timeout=timeout,
             listener=listener,
         )
@@ -290,6 +303,7 @@ def upgrade(
 @_strategies
 @_controls(True)
 @_repeats(3)
+@_probe(True)
 @_work
 @_JSON
 @click.pass_context
@@ -303,6 +317,7 @@ def bisect(
     strategies: tuple[str, ...],
     controls: bool,
     repeats: int,
+    probe: bool,
     timeout: float,
     as_json: bool,
     **sizes: Any,
@@ -328,6 +343,7 @@ def bisect(
             split_strategies(strategies),
             controls=controls,
             repeats=repeats,
+            probe=probe,
             timeout=timeout,
             listener=listener,
         )
