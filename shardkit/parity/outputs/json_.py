@@ -22,7 +22,8 @@ def as_json(found: Comparison | Report | Bisection) -> str:
     """Return all that was found as one JSON object, but for the traces; a number that isn't finite is null.
 
     Its ``kind`` is ``"comparison"``, ``"run"``, ``"upgrade"`` or ``"bisect"``; the other names are those of the
-    dataclasses in ``shardkit.parity``. A comparison has its ``exit_code`` and its verdict in words, ``summary``, wherever it stands.
+    dataclasses in ``shardkit.parity``. A comparison has its ``exit_code`` and its verdict in words, ``summary``,
+    wherever it stands.
     """
     body: dict[str, Any] = _plain(found)
     return to_json({"format": FORMAT, "kind": "comparison", **body})
