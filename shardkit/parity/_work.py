@@ -62,6 +62,15 @@ class Task:
         return 1 if self.kind == "reference" else self.work.processes
 
 
+def required_of(function: Callable[..., Any]) -> int:
+    """Return how many positional arguments a function must be given."""
+    return sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in inspect.signature(function).parameters.values()
+    )
+
+
 def function_of(target: str) -> tuple[Callable[..., Any], bool]:
     """Return the function that a target names, and whether it is a loop; imports its file.
 
@@ -69,18 +78,13 @@ def function_of(target: str) -> tuple[Callable[..., Any], bool]:
         InputError: there is no such file or function, or it takes other arguments.
     """
     plain = _find.any_function(target)
-    required = [
-        parameter
-        for parameter in inspect.signature(plain).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    required = required_of(plain)
     if not required:
         return _find.function(target), False
-    if len(required) == 2:
+    if required == 2:
         return plain, True
     raise InputError(
-        f"{target!r} takes {len(required)} arguments: a workload takes none, and a loop two, a strategy and record"
+        f"{target!r} takes {required} arguments: a workload takes none, and a loop two, a strategy and record"
     )
 
 

@@ -1,13 +1,15 @@
 """The pytest plugin: a marker and a fixture that hold a loop, under several strategies, to a recorded trace.
 
-Pytest loads it where shardkit is installed; it imports nothing heavy before a test asks for the fixture.
+Pytest loads it where shardkit is installed; it imports nothing heavy before a test uses the fixture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,11 +19,19 @@ if TYPE_CHECKING:
     from shardkit.parity._results import Comparison
     from shardkit.parity._trace import Trace
 
+    Loop = Callable[[Any, Callable[[Session], Any]], Any]
+
 _MARK = (
     "parity(*strategies, against=None, processes=2, timeout=300, exact=False): run the test under each strategy; the "
     'fixture "parity" holds its loop to the trace in the file "against", or to the first strategy. See docs/parity.md'
 )
-_KEYWORDS = ("against", "processes", "timeout", "exact")
+_EXAMPLE = '@pytest.mark.parity("one-strategy", "another", against="loop.trace")'
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "against": ((str, Path), "a path, relative to the test's file"),
+    "processes": ((int,), "a number of ranks, at least 1"),
+    "timeout": ((int, float), "a number of seconds above 0"),
+    "exact": ((bool,), "True or False"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,58 +48,84 @@ class Parity:
     recording: bool
     """Whether pytest runs with ``--parity-record``."""
     _folder: Path
+    _module: ModuleType | None
 
-    def run(self, loop: Callable[[str, Callable[[Session], Any]], Any], strategy: str | None = None) -> Trace:
+    def run(self, loop: Loop, strategy: str | None = None) -> Trace:
         """Run the loop in ``processes`` new processes under the strategy, and return its trace.
 
         ``loop(strategy, record)`` prepares a session and trains within ``with record(session):``. It is sent to the
-        processes by value.
+        processes by value, with what it refers to in the test's module.
 
         Raises:
+            InputError: the loop doesn't take two arguments.
+            StrategyError: the text of the strategy is wrong.
+            BackendNotFoundError: no installed backend has its name.
             LaunchError: a rank failed, or the time is up.
         """
+        from shardkit import _registry
         from shardkit._launch import launch
+        from shardkit._prepare import resolve
+        from shardkit.parity._loop import check_loop
         from shardkit.parity._trace import Trace
 
+        check_loop(loop)
+        text = strategy or self.strategy
+        _registry.describe(resolve(text).backend)
         path = self._folder / "run.trace"
-        launch(_ranked, loop, strategy or self.strategy, str(path), processes=self.processes, timeout=self.timeout)
+        path.unlink(missing_ok=True)
+        with _by_value(self._module):
+            launch(_ranked, loop, text, str(path), processes=self.processes, timeout=self.timeout)
         return Trace.load(path)
 
-    def check(self, loop: Callable[[str, Callable[[Session], Any]], Any]) -> Comparison | None:
+    def check(self, loop: Loop) -> Comparison | None:
         """Run the loop, and fail the test unless its trace is that which is expected, but for round-off.
 
-        With ``exact`` it is to be the same to the last bit. Returns the comparison; None where the trace was recorded
-        instead.
+        With ``exact`` it is to be the same to the last bit. Returns the comparison; None for the first strategy where
+        it is the one that is recorded, or that the others are held to.
         """
-        from shardkit.parity._compare import compare
-        from shardkit.parity._trace import Trace
+        from shardkit.errors import ShardkitError
         from shardkit.parity.outputs.write import as_text
 
-        if self.against is None:
-            if self.strategy == self.first:
-                self.run(loop)
-                return None
-            expected = self.run(loop, self.first)
-            name = self.first
-        elif self.recording and self.strategy == self.first:
+        try:
+            found = self._compared(loop)
+        except ShardkitError as error:
+            # With the traceback of the rank that failed, where one did; that of this process says nothing more.
+            pytest.fail(f"{self.strategy}: {type(error).__name__}: {error}", pytrace=False)
+        good = ("identical",) if self.exact else ("identical", "round-off")
+        if found is not None and found.verdict not in good:
+            asked = "exact=True asks for the same to the last bit\n" if found.verdict == "round-off" else ""
+            pytest.fail(asked + as_text(found), pytrace=False)
+        return found
+
+    def _compared(self, loop: Loop) -> Comparison | None:
+        from shardkit.parity._compare import compare
+        from shardkit.parity._trace import Trace
+
+        is_first = self.strategy == self.first
+        if self.against is not None and self.recording:
+            if not is_first:
+                pytest.skip(f"--parity-record records the first strategy, {self.first}, and compares nothing")
             self.run(loop).save(self.against)
             return None
+        if self.against is None:
+            expected = self.run(loop, self.first)
+            if is_first:
+                return None
+            name = self.first
         elif not self.against.exists():
             pytest.fail(
                 f"there is no trace {str(self.against)!r}: record it with pytest --parity-record", pytrace=False
             )
         else:
-            expected, name = Trace.load(self.against), self.against.name
-        found = replace(compare(expected, self.run(loop)), a=name, b=self.strategy)
-        good = ("identical",) if self.exact else ("identical", "round-off")
-        if found.verdict not in good:
-            pytest.fail(as_text(found), pytrace=False)
-        return found
+            expected, name = Trace.load(self.against), str(self.against)
+        return replace(compare(expected, self.run(loop)), a=name, b=self.strategy)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("shardkit").addoption(
-        "--parity-record", action="store_true", help="write the traces that tests marked parity are held against anew"
+        "--parity-record",
+        action="store_true",
+        help="write anew the traces that tests marked parity are held to, with each one's first strategy",
     )
 
 
@@ -98,26 +134,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "parity" in metafunc.fixturenames:
-        mark = metafunc.definition.get_closest_marker("parity")
-        if mark is None or not mark.args or not all(isinstance(one, str) for one in mark.args):
-            raise pytest.UsageError(
-                f"{metafunc.definition.nodeid}: a test with the fixture 'parity' is marked with its strategies: "
-                '@pytest.mark.parity("ddp", "deepspeed:stage=2", against="loop.trace")'
-            )
-        unknown = sorted(mark.kwargs.keys() - set(_KEYWORDS))
-        if unknown:
-            raise pytest.UsageError(
-                f"{metafunc.definition.nodeid}: the mark parity has no {', '.join(unknown)}; it has "
-                f"{', '.join(_KEYWORDS)}"
-            )
-        metafunc.parametrize("parity", mark.args, indirect=True)
+    # A test without the mark may have a fixture of its own by this name.
+    mark = metafunc.definition.get_closest_marker("parity")
+    if mark is None:
+        return
+    wrong = _wrong(mark) or ("" if "parity" in metafunc.fixturenames else "the test has no argument 'parity'")
+    if wrong:
+        pytest.fail(f"{metafunc.definition.nodeid}: {wrong}: {_EXAMPLE}, and parity.check(loop)", pytrace=False)
+    metafunc.parametrize("parity", list(dict.fromkeys(mark.args)), indirect=True)
+
+
+def _wrong(mark: pytest.Mark) -> str:
+    """Return what is wrong with a mark, or nothing."""
+    if not mark.args or not all(isinstance(one, str) and one for one in mark.args):
+        return f"the mark parity takes one strategy or more, as strings, not {mark.args!r}"
+    for name, value in mark.kwargs.items():
+        if name not in _TYPES:
+            return f"the mark parity has no {name!r}; it has {', '.join(_TYPES)}"
+        types, words = _TYPES[name]
+        if name == "against" and value is None:
+            continue
+        is_number = name in ("processes", "timeout")
+        if not isinstance(value, types) or (is_number and (isinstance(value, bool) or not value > 0)):
+            return f"{name} of the mark parity is {words}, not {value!r}"
+    return ""
 
 
 @pytest.fixture
 def parity(request: pytest.FixtureRequest, tmp_path: Path) -> Parity:
     """One strategy of the mark ``parity``, and the trace that it is held to."""
     mark = request.node.get_closest_marker("parity")
+    if mark is None:
+        pytest.fail(f"a test with the fixture 'parity' is marked with its strategies: {_EXAMPLE}", pytrace=False)
     against = mark.kwargs.get("against")
     return Parity(
         strategy=request.param,
@@ -128,10 +176,27 @@ def parity(request: pytest.FixtureRequest, tmp_path: Path) -> Parity:
         exact=mark.kwargs.get("exact", False),
         recording=request.config.getoption("--parity-record"),
         _folder=tmp_path,
+        _module=getattr(request, "module", None),
     )
 
 
-def _ranked(loop: Callable[[str, Callable[[Session], Any]], Any], strategy: str, path: str) -> None:
+@contextlib.contextmanager
+def _by_value(module: ModuleType | None) -> Iterator[None]:
+    """Return a context in which what the module defines is sent by value: ranks may be unable to import it."""
+    import cloudpickle
+
+    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _ranked(loop: Loop, strategy: str, path: str) -> None:
+    from shardkit._prepare import resolve
     from shardkit.parity._loop import run_loop
 
-    run_loop(loop, strategy, path)
+    run_loop(loop, resolve(strategy), path)
