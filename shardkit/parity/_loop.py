@@ -20,7 +20,7 @@ def check_loop(loop: Any) -> None:
         InputError: it is no function, or takes other arguments.
     """
     if not callable(loop):
-        raise InputError(f"a loop is a function of a strategy and record, not a {type(loop).__name__}")
+        raise InputError(f"a loop is a function of a strategy and record, not {loop!r}")
     count = required_of(loop)
     if count != 2:
         raise InputError(f"loop {_name(loop)!r} takes {count} arguments: a loop takes two, a strategy and record")
