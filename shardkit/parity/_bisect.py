@@ -14,6 +14,7 @@ from shardkit.parity._index import versions
 from shardkit.parity._judge import pair_row
 from shardkit.parity._measure import Arm, Listener, Side, arms_of, measure
 from shardkit.parity._results import Row
+from shardkit.parity._suite import settings
 from shardkit.parity._upgrade import concerned, exit_code, opened
 from shardkit.parity._work import Work, resolved
 
@@ -79,7 +80,7 @@ def bisect(
     if ends[0] == ends[1]:
         raise InputError(f"good and bad are the same version, {ends[0]}: a bisection needs two")
     names, _ = concerned(specs[0])
-    arms, _ = arms_of(strategies, names, controls=controls and not is_loop)
+    arms, _ = arms_of(strategies, names, controls=controls, is_loop=is_loop)
     low, high = sorted(ends)
     line = sorted({low, high, *(version for version in versions(package) if low < version < high)})
     if ends[0] > ends[1]:
@@ -87,7 +88,7 @@ def bisect(
     search = _Search(package, work, arms, is_loop, repeats, probe, timeout, listener)
     first, last_same, skipped = search.between(line)
     code, text = _verdict(package, line, first, last_same, skipped, search.tried)
-    shared = {**vars(work), "repeats": repeats}
+    shared = settings(work, repeats, is_loop)
     told = [str(version) for version in skipped]
     return Bisection(
         package, str(line[0]), str(line[-1]), shared, _text(first), _text(last_same), told, search.tried, code, text

@@ -39,8 +39,8 @@ class Listener:
     def note(self, text: str) -> None:
         """Something is worth a line."""
 
-    def begin(self, name: str, steps: int) -> None:
-        """A run starts."""
+    def begin(self, name: str, steps: int | None) -> None:
+        """A run starts; None where nobody knows how many steps it takes."""
 
     def progress(self, steps: int) -> None:
         """The run has taken so many steps."""
@@ -87,7 +87,7 @@ def measure(
     def run(side: Side, kind: str, arm: Arm | None = None, work: Work = work, detail: str = "sketch") -> Ran | Failure:
         assert side.runner is not None
         name = f"{side.name}: {arm or kind}" if len(sides) > 1 else str(arm or kind)
-        listener.begin(name, work.steps)
+        listener.begin(name, None if is_loop and detail == "sketch" else work.steps)
         found = side.runner.run(
             work,
             kind,
@@ -151,8 +151,12 @@ def _slim(ran: Ran, first: Ran | Failure) -> Ran:
     return ran
 
 
-def arms_of(strategies: Sequence[str], backends: Sequence[str], *, controls: bool) -> tuple[list[Arm], list[str]]:
+def arms_of(
+    strategies: Sequence[str], backends: Sequence[str], *, controls: bool, is_loop: bool
+) -> tuple[list[Arm], list[str]]:
     """Return the arms of strategies that were asked for, or of all variants of some backends; and what was left out.
+
+    A loop is driven as it is, not by a library alone, and its strategies are its own.
 
     Raises:
         StrategyError: the text of a strategy is wrong, or sets what holds for all.
@@ -160,9 +164,10 @@ def arms_of(strategies: Sequence[str], backends: Sequence[str], *, controls: boo
     """
     found: list[Arm] = []
     notes: list[str] = []
+    controls = controls and not is_loop
     if strategies:
         for text in strategies:
-            found += _with_control(text, _checked(text), controls)
+            found += _with_control(text, _checked(text, is_loop), controls)
         return list(dict.fromkeys(found)), notes
     for name in backends:
         try:
@@ -192,7 +197,7 @@ def installed_backends() -> tuple[list[str], list[str]]:
 
 def backend_of(strategy: str) -> Backend:
     """Return the declaration of a strategy's backend."""
-    return _registry.describe(_checked(strategy))
+    return _registry.describe(_checked(strategy, is_loop=True))
 
 
 def _with_control(strategy: str, backend: str, controls: bool) -> list[Arm]:
@@ -200,13 +205,13 @@ def _with_control(strategy: str, backend: str, controls: bool) -> list[Arm]:
     return [Arm(strategy), Arm(strategy, control=True)] if both else [Arm(strategy)]
 
 
-def _checked(text: str) -> str:
+def _checked(text: str, is_loop: bool) -> str:
     """Return the name of the strategy's backend."""
     from shardkit._prepare import resolve
 
     strategy = resolve(text) if is_path(text) else Strategy.parse(text)
     for name in ("accumulate", "max_grad_norm", "seed"):
-        if getattr(strategy, name) != getattr(Strategy("any"), name):
+        if not is_loop and getattr(strategy, name) != getattr(Strategy("any"), name):
             raise StrategyError(
                 f"strategy {text!r} sets {name!r}, which holds for all strategies of a comparison: use "
                 f"--{name.replace('_', '-')}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from shardkit.parity._compare import compare
 from shardkit.parity._judge import FACTOR, single_row
 from shardkit.parity._measure import Listener, Side, arms_of, installed_backends, measure, preload_of
 from shardkit.parity._results import Report, Row
 from shardkit.parity._results import Side as SideFacts
 from shardkit.parity._runner import Runner
-from shardkit.parity._work import Work, resolved
+from shardkit.parity._work import OF_A_LOOP, Work, resolved
 
 
 def run(
@@ -25,8 +27,9 @@ def run(
     """Train the work under each strategy, or every variant that is installed, and judge each.
 
     Each runs ``repeats`` times in fresh processes, and is held against one process of float64 and torch's own DDP
-    (:data:`shardkit.parity._judge.FACTOR`). With ``controls`` the libraries run by themselves as well. One that fails,
-    or takes longer than ``timeout`` seconds, is a row that says so.
+    (:data:`shardkit.parity._judge.FACTOR`); of a loop there are neither, and each is held to the first strategy. With
+    ``controls`` the libraries of a workload run by themselves as well. One that fails, or takes longer than ``timeout``
+    seconds, is a row that says so.
 
     Raises:
         ShardkitError: the work, a number or the text of a strategy is wrong.
@@ -34,7 +37,7 @@ def run(
     listener = listener or Listener()
     work, is_loop = resolved(work)
     names, notes = installed_backends()
-    arms, more = arms_of(strategies, names, controls=controls)
+    arms, more = arms_of(strategies, names, controls=controls, is_loop=is_loop)
     if not strategies:
         notes += more
     for note in notes if not strategies else ():
@@ -44,9 +47,11 @@ def run(
         measure([side], work, arms, is_loop=is_loop, repeats=repeats, probe=probe, timeout=timeout, listener=listener)
     plain = side.baseline.distances if side.baseline is not None else None
     rows = [single_row(arm.strategy, arm.control, side.arms[arm], plain) for arm in arms]
+    if is_loop:
+        rows = _held_to_the_first(rows)
     return Report(
         "run",
-        settings(work, repeats),
+        settings(work, repeats, is_loop),
         [SideFacts("run", {}, versions_of(side), notes, baseline=side.baseline)],
         rows,
         exit_code(rows),
@@ -54,7 +59,29 @@ def run(
     )
 
 
-def settings(work: Work, repeats: int) -> dict[str, object]:
+def _held_to_the_first(rows: list[Row]) -> list[Row]:
+    """Return the rows of a loop, all but the first compared with it."""
+    first, *others = rows
+    if first.before.trace is None:
+        why = f"{first.strategy}, which it would be held to, did not run"
+        return [first, *(replace(row, reason=why) if row.verdict == "unjudged" else row for row in others)]
+    found = [replace(first, reason="the others are held to it") if first.verdict == "unjudged" else first]
+    for row in others:
+        if row.verdict == "unjudged" and row.before.trace is not None:
+            compared = compare(first.before.trace, row.before.trace)
+            told = next((one.sentence for one in compared.diagnoses), f"it parts from {first.strategy}")
+            same = compared.verdict in ("identical", "round-off")
+            verdict, reason = ("parity", "") if same else ("no parity", told)
+            found.append(replace(row, verdict=verdict, reason=reason, comparison=compared))
+        else:
+            found.append(row)
+    return found
+
+
+def settings(work: Work, repeats: int, is_loop: bool) -> dict[str, object]:
+    """Return what holds for all runs; a loop has its own sizes, and is held to no reference."""
+    if is_loop:
+        return {name: getattr(work, name) for name in ("target", *OF_A_LOOP)} | {"repeats": repeats}
     return {**vars(work), "repeats": repeats, "factor": FACTOR}
 
 

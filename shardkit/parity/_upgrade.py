@@ -55,7 +55,7 @@ def upgrade(
     work, is_loop = resolved(work)
     old, new = pair(parse_specs(before), parse_specs(after))
     names, notes = concerned(old)
-    arms, more = arms_of(strategies, names, controls=controls and not is_loop)
+    arms, more = arms_of(strategies, names, controls=controls, is_loop=is_loop)
     notes += more
     for note in notes:
         listener.note(note)
@@ -70,7 +70,7 @@ def upgrade(
     facts[-1].notes.extend(notes)
     return Report(
         "upgrade",
-        {**settings(work, repeats), "before": str(old), "after": str(new)},
+        {**settings(work, repeats, is_loop), "before": str(old), "after": str(new)},
         facts,
         rows,
         exit_code(rows),

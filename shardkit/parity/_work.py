@@ -10,6 +10,9 @@ from typing import Any, Literal
 from shardkit.errors import InputError
 from shardkit.workloads import _find
 
+OF_A_LOOP = ("processes", "seed", "device")
+"""What of a work holds for a loop too: it knows its other sizes itself."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -17,8 +20,8 @@ class Work:
 
     ``target`` is a built-in workload's name or ``FILE.py[:FUNCTION]``. A function without arguments makes a workload; a
     loop takes a strategy and a function ``record``: it prepares a session, and trains within
-    ``with record(session):``. ``batch_size`` is that of a micro-batch of one rank. A loop knows its own sizes: of all
-    but ``processes``, ``seed`` and ``device`` nothing holds for it.
+    ``with record(session):``. ``batch_size`` is that of a micro-batch of one rank. Only :data:`OF_A_LOOP` holds for a
+    loop.
     """
 
     target: str

@@ -134,12 +134,12 @@ def record(workload: str, strategy: str, path: Path, detail: str, control: bool,
     from shardkit.parity._runner import Runner
     from shardkit.parity._work import resolved
 
-    work, _ = resolved(_sized(workload, sizes))
-    arms_of([strategy], [], controls=False)
+    work, is_loop = resolved(_sized(workload, sizes))
+    arms_of([strategy], [], controls=False, is_loop=is_loop)
     if not path.parent.is_dir():
         raise TraceError(f"the trace can't be written: there is no directory {str(path.parent)!r}")
     with _ended_by_sigterm(), Runner({}, preload=preload_of([Arm(strategy)])) as runner, _progress() as listener:
-        listener.begin(strategy, work.steps)
+        listener.begin(strategy, None if is_loop else work.steps)
         found = runner.run(
             work,
             "arm",
@@ -352,8 +352,15 @@ def bisect(
 
 
 def _sized(target: str, sizes: dict[str, Any]) -> Work:
-    from shardkit.parity._work import Work
+    from shardkit.errors import InputError
+    from shardkit.parity._work import OF_A_LOOP, Work, function_of
 
+    told = click.get_current_context().get_parameter_source
+    given = [name for name in sizes if name not in OF_A_LOOP and told(name) is click.core.ParameterSource.COMMANDLINE]
+    if given and function_of(target)[1]:
+        raise InputError(
+            f"{target!r} is a loop, which has its own sizes: --{given[0].replace('_', '-')} is for workloads"
+        )
     return Work(target, **sizes)
 
 
@@ -402,7 +409,7 @@ def _progress() -> Iterator[Listener]:
         def note(self, text: str) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        def begin(self, name: str, steps: int) -> None:
+        def begin(self, name: str, steps: int | None) -> None:
             self._run = bar.add_task(name, total=steps)
 
         def progress(self, steps: int) -> None:

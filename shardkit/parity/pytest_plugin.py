@@ -154,8 +154,8 @@ def _wrong(mark: pytest.Mark) -> str:
         types, words = _TYPES[name]
         if name == "against" and value is None:
             continue
-        is_number = name in ("processes", "timeout")
-        if not isinstance(value, types) or (is_number and (isinstance(value, bool) or not value > 0)):
+        fits = isinstance(value, types) and (name == "exact" or not isinstance(value, bool))
+        if not fits or (isinstance(value, int | float) and not (name == "exact" or value > 0)):
             return f"{name} of the mark parity is {words}, not {value!r}"
     return ""
 
