@@ -143,8 +143,8 @@ def _sketch_alone(flat: Tensor, run: Run, row: Tensor) -> None:
 def places(numel: int) -> list[int]:
     """Return the places of the elements that a sketch of a tensor of ``numel`` elements holds, in order."""
     count = min(SAMPLES, numel)
-    # Neither the ends nor the same column of every matrix: an odd stride from a place within.
-    return sorted({(round((at + 0.5) * numel / count) + 7 * at) % numel for at in range(count)}) if count else []
+    # One in each of as many equal parts, further in from part to part: not all in one column of a matrix.
+    return [at * numel // count + 7 * at % (numel // count) for at in range(count)]
 
 
 def _folded_sums(flat: Tensor, offset: int) -> Tensor:

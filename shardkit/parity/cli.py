@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,8 @@ def record(workload: str, strategy: str, path: Path, detail: str, control: bool,
     arms_of([strategy], [], controls=False, is_loop=is_loop)
     if not path.parent.is_dir():
         raise TraceError(f"the trace can't be written: there is no directory {str(path.parent)!r}")
+    if not os.access(path.parent, os.W_OK):
+        raise TraceError(f"the trace can't be written: the directory {str(path.parent)!r} is read-only")
     with _ended_by_sigterm(), Runner({}, preload=preload_of([Arm(strategy)])) as runner, _progress() as listener:
         listener.begin(strategy, None if is_loop else work.steps)
         found = runner.run(

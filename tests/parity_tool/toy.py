@@ -88,13 +88,13 @@ VERSIONS: dict[str, dict[str, str]] = {
 }
 
 
-def make(index: Path, site: Path) -> None:
-    """Put all versions of the library into a folder that pip installs from, and the plugin and 1.0 into another."""
+def make(index: Path, site: Path, *, installed: str = "1.0") -> None:
+    """Put all versions of the library into a folder that pip installs from, the plugin and one of them into another."""
     plain = {"start": "", "bucket": "16", "before": "pass", "divisor": "dist.get_world_size()", "after": "pass"}
     for version, other in VERSIONS.items():
         code = textwrap.dedent(_LIBRARY).format(version=version, **{**plain, **other})
         made = wheel(index, "toylib", version, files={"toylib/__init__.py": code})
-        if version == "1.0":
+        if version == installed:
             install(made, site)
     points = "[shardkit.backends]\ntoy = toy_plugin\n"
     files = {"toy_plugin.py": _PLUGIN, "toy_plugin-0.1.dist-info/entry_points.txt": points}
