@@ -22,7 +22,7 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
         return
     step = parting.step - 1
     spread = [_spread(trace.gradients[step]) for trace in (case.pair.a, case.pair.b)]
-    for side, own, other in (("b", *reversed(spread)), ("a", *spread)):
+    for side, own, other in (("b", spread[1], spread[0]), ("a", spread[0], spread[1])):
         names = _differing(case, side, own, other, GRADIENT)
         if names:
             trace = case.pair.b if side == "b" else case.pair.a
@@ -34,15 +34,15 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
             return
     spread = [_spread(trace.weights[step + 1]) for trace in (case.pair.a, case.pair.b)]
-    for side, own, other in (("b", *reversed(spread)), ("a", *spread)):
+    for side, own, other in (("b", spread[1], spread[0]), ("a", spread[0], spread[1])):
         trace = case.pair.b if side == "b" else case.pair.a
         names = _differing(case, side, own, other, 1e-6)
         names = [name for name in names if not _still_ranks(trace, trace.parameters.index(name), step)]
         if names:
             ranks = _odd_ranks(trace.weights[step + 1], trace.parameters.index(names[0]))
             sentence = (
-                f"the ranks of {side} hold different weights of {_list(names)} after step {step + 1}: each went its own "
-                "way, so its gradient was not averaged, or its weight not shared"
+                f"the ranks of {side} hold different weights of {_list(names)} after step {step + 1}: each went its "
+                "own way, so its gradient was not averaged, or its weight not shared"
             )
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
             return

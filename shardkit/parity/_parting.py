@@ -55,7 +55,14 @@ def _differing(pair: Pair, bound: Bound, updates: Tensor | None) -> Iterator[tup
 
 
 def _of_parameter(
-    pair: Pair, values: tuple[Tensor, Tensor], at: int, step: int, quantity: str, gap: Tensor, apart: Tensor, beyond: Tensor
+    pair: Pair,
+    values: tuple[Tensor, Tensor],
+    at: int,
+    step: int,
+    quantity: str,
+    gap: Tensor,
+    apart: Tensor,
+    beyond: Tensor,
 ) -> tuple[Parting, bool]:
     """Return the parting of the parameter with the largest gap: of those beyond the bound, where there are any."""
     these = beyond if bool(beyond.any()) else apart

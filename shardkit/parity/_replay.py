@@ -1,9 +1,9 @@
 """What the optimizer did: torch's own, run again on the sampled elements with the recorded gradients and rates.
 
-A trace holds some elements of each weight and gradient at every step. Optimizers that treat each element by itself do to
-them what they did to the whole. So a rule for the step, such as AdamW with the gradient clipped to norm 1, is tried on
-these elements, each step from the recorded weights, and either gives the weights after it to the last bits, or is not
-what was done. No other run is needed for it, and no round-off grows.
+A trace holds some elements of each weight and gradient at every step. Optimizers that treat each element by itself do
+to them what they did to the whole. So a rule for the step, such as AdamW with the gradient clipped to norm 1, is tried
+on these elements, each step from the recorded weights, and either gives the weights after it to the last bits, or is
+not what was done. No other run is needed for it, and no round-off grows.
 """
 
 from __future__ import annotations
