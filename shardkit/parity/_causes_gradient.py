@@ -35,8 +35,8 @@ def scales(case: Case) -> Iterator[Diagnosis]:
     factor = _factor(case, step, apart)
     if factor is None:
         return
-    every = bool((apart | (case.pair.gradient_apart[step] == 0)).all()) or bool((~apart).sum() == 0)
-    scope = "the gradients of b are" if every else f"the gradients of {_names(case, apart)} in b are"
+    rest = ~apart & (case.pair.gradient_norms[0][step] > SHARE * case.pair.gradient_norm[0][step])
+    scope = "the gradients of b are" if not bool(rest.any()) else f"the gradients of {_names(case, apart)} in b are"
     evidence = {"step": parting.step, "factor": rounded(factor), "parameters": int(apart.sum())}
     if loss_factor != 1.0:
         evidence["loss factor"] = rounded(loss_factor)

@@ -91,6 +91,12 @@ STRATEGIES = {
 }
 """Strategies that all give what one process gives."""
 
+
+def kinds(name: str) -> tuple[str, ...]:
+    """Return the optimizers that a strategy is recorded with."""
+    return ("momentum", "adamw") if name in ("ddp", "fairscale", "stage 2") else ("adamw",)
+
+
 ON_TWO = {
     **PLAIN,
     **{name: run for faults in FAULTS.values() for name, run, _ in faults},
@@ -98,7 +104,7 @@ ON_TWO = {
     **{
         f"{name}, {optimizer}": Run(f"{strategy}{',' if ':' in strategy else ':'}accumulate=3", optimizer)
         for name, strategy in STRATEGIES.items()
-        for optimizer in ("momentum", "adamw")
+        for optimizer in kinds(name)
     },
 }
 ON_ONE = {

@@ -13,7 +13,7 @@ from shardkit.parity._diagnose import NAMES
 from shardkit.parity._results import Comparison, Diagnosis
 
 from .conftest import Load
-from .planted import FAULTS, STRATEGIES
+from .planted import FAULTS, STRATEGIES, kinds
 
 PLANTED = [(plain, name, cause) for plain, faults in FAULTS.items() for name, _, cause in faults]
 
@@ -61,8 +61,7 @@ def test_all_names_but_that_of_a_race_are_planted() -> None:
     assert {cause for *_, cause in PLANTED} == {*NAMES} - {"race"}
 
 
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("under", STRATEGIES)
+@pytest.mark.parametrize(("under", "kind"), [(name, kind) for name in STRATEGIES for kind in kinds(name)])
 def test_round_off_has_no_diagnosis(trace: Load, under: str, kind: str) -> None:
     found = compare(trace(f"one process, {kind}"), trace(f"{under}, {kind}"))
     assert found.verdict == "round-off"
