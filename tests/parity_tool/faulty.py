@@ -57,6 +57,8 @@ class FaultyEngine(Engine):
             made = torch.optim.Adam if fault == "L2 decay" else type(optimizer)
             self._true = made(groups)
         self._step = (self._true or optimizer).step
+        if fault == "freezes":
+            model.inner.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         loss.backward(gradient)

@@ -32,6 +32,7 @@ FAULTS: dict[str, list[tuple[str, Run, str]]] = {
         ("half the rate", Run(loop="half the rate"), "learning rate"),
         ("stale", Run(fault="stale"), "stale parameter"),
         ("stale on rank 1", Run(fault="stale on rank 1"), "stale parameter"),
+        ("freezes", Run(fault="freezes"), "stale parameter"),
         ("local", Run(fault="local"), "local gradient"),
         ("bf16 gradients", Run(fault="bf16 gradients"), "lower precision"),
         ("skips", Run("faulty:accumulate=3,on_nonfinite=skip", fault="skips"), "step skipped"),
