@@ -33,7 +33,8 @@ def scales(case: Case) -> Iterator[Diagnosis]:
         yield from _loss_scale(case, step, loss_factor)
         return
     factor = _factor(case, step, apart)
-    if factor is None:
+    # What is closer to one than the gradients are to a multiple is none.
+    if factor is None or abs(factor - 1) < 10 * _CONSTANT:
         return
     rest = ~apart & (case.pair.gradient_norms[0][step] > SHARE * case.pair.gradient_norm[0][step])
     scope = "the gradients of b are" if not bool(rest.any()) else f"the gradients of {_names(case, apart)} in b are"
@@ -86,6 +87,8 @@ def low_precision(case: Case) -> Iterator[Diagnosis]:
     if low:
         sentence = f"a computes in {told[0]} and b in {told[1]}: their gradients part by {middle:.1e} in all parameters"
         yield Diagnosis("lower precision", sentence, evidence)
+        return
+    if told[0] != "fp32":
         return
     digits = [_digits(trace[step]) for trace in (pair.gradients[0], pair.gradients[1])]
     for side, own, other in (("b", digits[1], digits[0]), ("a", digits[0], digits[1])):

@@ -43,13 +43,14 @@ def updates(case: Case) -> Iterator[Diagnosis]:
 
 def _explained(case: Case, replay: Replay, rule: Rule, other: Rule | None) -> list[Hypothesis]:
     """Return the first hypothesis of each name that gives the run's weights."""
+    few = replay.narrowed(rule)
     found: dict[str, Hypothesis] = {}
     for hypothesis in hypotheses(case, rule, other):
-        if hypothesis.name not in found and replay.fits(hypothesis.rule):
+        if hypothesis.name not in found and few.fits(hypothesis.rule) and replay.fits(hypothesis.rule):
             found[hypothesis.name] = hypothesis
     if not found:
-        clipped = solved(replay, dataclasses.replace(rule, max_norm=None))
-        if clipped is not None:
+        clipped = solved(few, dataclasses.replace(rule, max_norm=None))
+        if clipped is not None and replay.fits(clipped.rule):
             found[clipped.name] = clipped
     return list(found.values())
 

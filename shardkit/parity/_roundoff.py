@@ -36,6 +36,13 @@ GRADIENT = 2e-5
 WEIGHT = 1e-3
 JUMP = 30.0
 
+COARSE = {"bf16": 1000.0, "fp16": 125.0}
+"""How much higher the floors are where both runs compute in a low format. In bf16 the same plain runs are up to 3e-3
+apart in a gradient of the first step and 1.4e-2 in the second, 1.1e-4 in a loss of the second; fp16 has three binary
+digits more."""
+
+_MOST_WEIGHT = 0.1
+
 SHARE = 1e-3
 """The gap of a parameter's gradient is relative to its norm, or to this share of the norm of all where that is more: a
 gradient that is 0 but for round-off, as that of an attention's key bias, has the round-off of what cancelled in it."""
@@ -58,13 +65,19 @@ class Bound:
         own = None if itself is None else Gap(itself)
         gap = Gap(pair)
         self.gap = gap
+        coarse = _coarseness(pair)
         inputs = torch.cat([torch.zeros_like(gap.weights[:1]), gap.weights[:-1]])
-        self.loss = _beyond(gap.loss, LOSS, own.loss if own else None, inputs)
-        self.norm = _beyond(gap.norm, NORM, own.norm if own else None, inputs)
+        self.loss = _beyond(gap.loss, LOSS * coarse, own.loss if own else None, inputs)
+        self.norm = _beyond(gap.norm, NORM * coarse, own.norm if own else None, inputs)
         self.gradient = _beyond(
-            gap.gradient, GRADIENT, own.gradient if own else None, torch.maximum(inputs, _before(gap.gradients))
+            gap.gradient,
+            GRADIENT * coarse,
+            own.gradient if own else None,
+            torch.maximum(inputs, _before(gap.gradients)),
         )
-        self.weight = _beyond(gap.weight, WEIGHT, own.weight if own else None, inputs) & ~gap.noise
+        self.weight = (
+            _beyond(gap.weight, min(WEIGHT * coarse, _MOST_WEIGHT), own.weight if own else None, inputs) & ~gap.noise
+        )
         self.start = gap.start > 2.0**-22
         if own is not None:
             self.start &= gap.start > _TIMES_ITSELF * own.start
@@ -89,6 +102,12 @@ class Gap:
         self.weight = _over(excess, torch.maximum(moved, SHARE * everything))
         self.weights = _over(excess.square().sum(1).sqrt(), everything.squeeze(1))
         self.start = _over(pair.weight_apart[0], torch.maximum(*(norms[0] for norms in pair.weight_norms)))
+
+
+def _coarseness(pair: Pair) -> float:
+    """Return how much coarser than in float32 both runs compute, if both do."""
+    one, other = ((trace.facts.get("settings") or {}).get("precision") for trace in (pair.a, pair.b))
+    return COARSE.get(str(one), 1.0) if one == other else 1.0
 
 
 def _over(apart: Tensor, scale: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ class FaultyEngine(Engine):
                 dist.all_reduce(value.grad)
                 value.grad /= dist.get_world_size()
             value.grad *= FACTORS.get(self._fault, 1.0)
+            if self._fault == "times W from step 4" and self._steps >= 3:
+                value.grad *= 2.0
             if self._fault == "inner times W" and name.startswith("inner"):
                 value.grad *= 2.0
             if self._fault == "masked":

@@ -81,6 +81,8 @@ OTHERS = {
     "attention": Run("ddp:accumulate=3", "adamw", loop="attention", steps=12),
     "ddp": Run("ddp:accumulate=3"),
     "ddp bf16": Run("ddp:accumulate=3,precision=bf16"),
+    "fairscale bf16": Run("fairscale:accumulate=3,precision=bf16"),
+    "times W from step 4": Run(fault="times W from step 4"),
 }
 
 STRATEGIES = {
@@ -109,6 +111,7 @@ ON_TWO = {
     },
 }
 ON_ONE = {
+    "one process, bf16": Run("ddp:accumulate=2,precision=bf16"),
     **{f"one process, {kind}": Run("ddp:accumulate=6", kind) for kind in ("sgd", "momentum", "adamw")},
     "one process, attention": Run("ddp:accumulate=6", "adamw", loop="attention", steps=12),
 }

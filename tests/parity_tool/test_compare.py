@@ -263,6 +263,29 @@ def test_settings_alone_make_no_difference(trace: Load) -> None:
     assert (found.verdict, found.diagnoses) == ("identical", [])
 
 
+def test_steps_that_both_left_out_are_the_same(trace: Load) -> None:
+    gradients = trace("sgd").gradients.clone()
+    gradients[1] = torch.inf
+    applied = trace("sgd").applied.clone()
+    applied[1] = False
+    skipped = replace(trace("sgd"), gradients=gradients, applied=applied)
+    assert compare(skipped, replace(skipped, gradients=gradients.clone())).verdict == "identical"
+
+
+def test_the_order_of_parameters_does_not_matter(trace: Load) -> None:
+    a = trace("adamw")
+    turned = replace(
+        with_facts(a, parameters=dict(reversed(a.facts["parameters"].items()))),
+        gradients=a.gradients.flip(2),
+        weights=a.weights.flip(2),
+    )
+    assert compare(a, turned).verdict == "identical"
+    found = compare(turned, trace("no decay"))
+    assert found.parting is not None
+    assert found.parting.parameter in ("inner.weight", "outer.weight", "head.weight")
+    assert [diagnosis.name for diagnosis in found.diagnoses] == ["optimizer mode"]
+
+
 def test_a_parameter_of_zeros_and_one_without_a_gradient_are_told_apart(trace: Load) -> None:
     a = trace("sgd")
     gradients = a.gradients.clone()

@@ -79,6 +79,22 @@ def test_weights_that_move_by_noise_alone_are_round_off(trace: Load) -> None:
     assert (found.verdict, found.diagnoses) == ("round-off", [])
 
 
+def test_round_off_of_low_precision_is_round_off_too(trace: Load) -> None:
+    found = compare(trace("one process, bf16"), trace("fairscale bf16"))
+    assert found.gaps is not None
+    assert max(found.gaps.gradients) > 1e-3
+    assert (found.verdict, found.diagnoses) == ("round-off", [])
+
+
+def test_a_fault_that_begins_late_is_found_where_it_begins(trace: Load) -> None:
+    found = compare(trace("one process, sgd"), trace("times W from step 4"))
+    assert found.first_bit is not None
+    assert found.first_bit.step == 1
+    assert found.parting is not None
+    assert (found.parting.step, found.parting.quantity) == (4, "gradient")
+    assert named(found) == ["world size"]
+
+
 def test_a_factor_that_is_world_size_and_accumulation_alike_is_said_to_be_either(trace: Load) -> None:
     found = compare(trace("two micro-batches"), trace("two micro-batches, times W"))
     assert named(found) == ["world size", "accumulation"]
