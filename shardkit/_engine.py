@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -103,6 +101,8 @@ class Engine(ABC):
         Called where ``full_gradients`` is, and only if the gradients aren't whole. A parameter without a gradient is
         left out on every rank. To override where that is cheaper than to give rank 0 the whole, as here.
         """
+        import torch.distributed as dist
+
         whole = self.full_gradients()
         return [Shard(name, 0, value) for name, value in whole.items()] if dist.get_rank() == 0 else []
 
