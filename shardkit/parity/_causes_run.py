@@ -122,6 +122,9 @@ def settings(case: Case) -> Iterator[Diagnosis]:
     kinds = ("optimizer", "strategy", "configuration")
     found = [item for item in case.differences if item.kind in kinds and not item.missing and item.what != "strategy"]
     found = [item for item in found if not item.what.startswith("number of settings")]
+    if case.parting.quantity == "weight":
+        # Of the same gradients: how the batch was cut has no part in it.
+        found = [item for item in found if item.what != "accumulate"]
     if not found:
         return
     told = [f"{item.what} is {item.a} in a and {item.b} in b" for item in found[:3]]

@@ -125,6 +125,10 @@ def _modes(rule: Rule) -> Iterator[Hypothesis]:
             rule.turned(kind),
             {"optimizer": kind},
         )
+    for kind in ("SGD", "Adam", "AdamW"):
+        if kind != rule.kind and {kind, rule.kind} != {"Adam", "AdamW"}:
+            words = f"its weights follow {kind}, and its facts tell of {rule.kind}"
+            yield Hypothesis("optimizer mode", words, rule.turned(kind), {"optimizer": kind})
     decays = [group.get("weight_decay", 0.0) for group in rule.groups]
     if any(decays):
         yield _mode("without weight decay", rule.but(weight_decay=0.0), {"weight_decay": 0.0})

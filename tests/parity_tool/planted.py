@@ -43,7 +43,10 @@ FAULTS: dict[str, list[tuple[str, Run, str]]] = {
         ("another start", Run(loop="another start"), "start weights"),
         ("masked", Run("faulty:accumulate=3,track_grad_norm=true", fault="masked"), "configuration"),
     ],
-    "momentum": [("no momentum", Run(optimizer="momentum", fault="no momentum"), "optimizer mode")],
+    "momentum": [
+        ("Adam for SGD", Run(optimizer="momentum", fault="L2 decay"), "optimizer mode"),
+        ("no momentum", Run(optimizer="momentum", fault="no momentum"), "optimizer mode"),
+    ],
     "adamw": [
         *((f"adamw {fault}", Run(optimizer="adamw", fault=fault), "world size") for fault in ("times W", "over W")),
         ("adamw times M", Run(optimizer="adamw", fault="times M"), "accumulation"),
