@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +49,14 @@ def data(case: Case) -> Iterator[Diagnosis]:
         yield Diagnosis("data", f"all ranks of {side} read the same batch in every step", evidence)
         return
     found = order(case.pair)
-    if found is not None:
-        what, left, right = found
-        told = f"{'a' if left else 'b'} reads them {left or right}" if not (left and right) else f"first in step {case.parting.step}"
-        yield Diagnosis("data", f"the runs read {what}: {told}" if left and right else f"the runs read the same batches, and {told}", evidence)
-        return
-    yield Diagnosis("data", f"the runs read other batches, first in step {case.parting.step}", evidence)
+    if found is None:
+        sentence = f"the runs read other batches, first in step {case.parting.step}"
+    elif found.ahead:
+        sentence = f"the runs read the same batches, and {found.ahead} is {found.steps} ahead"
+        evidence["ahead"] = found.steps
+    else:
+        sentence = f"the runs read the same batches in another order, first in step {case.parting.step}"
+    yield Diagnosis("data", sentence, evidence)
 
 
 def start(case: Case) -> Iterator[Diagnosis]:
@@ -61,7 +64,9 @@ def start(case: Case) -> Iterator[Diagnosis]:
     parting = case.parting
     if parting is not None and parting.quantity == "weights before the first step":
         sentence = f"the runs start from other weights: {parting.count} parameters differ, {parting.parameter} the most"
-        yield Diagnosis("start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)})
+        yield Diagnosis(
+            "start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)}
+        )
 
 
 def schedules(case: Case) -> Iterator[Diagnosis]:
@@ -76,13 +81,12 @@ def schedules(case: Case) -> Iterator[Diagnosis]:
             common = min(len(wanted), len(fast))
             if common > 1 and _changes(wanted[:common]) and _same(wanted[:common], fast[:common]):
                 sentence = f"the learning rates of {ahead} are the other run's of {times} times as many steps"
-                evidence = {"times": times}
-                yield Diagnosis("schedule ran ahead", sentence + _why(case, times), evidence)
+                yield Diagnosis("schedule ran ahead", sentence + _why(case, times), {"times": times})
                 return
         for shift in range(1, len(slow) - 1):
             common = min(len(slow) - shift, len(fast))
             if common > 1 and _changes(fast[:common]) and _same(slow[shift:][:common], fast[:common]):
-                sentence = f"the learning rates of {ahead} are the other run's of {shift} steps later"
+                sentence = f"the learning rates of {ahead} are the other run's of {shift} step{'s' * (shift > 1)} later"
                 yield Diagnosis("schedule ran ahead", sentence, {"shift": shift})
                 return
     ratio = other[:steps] / one[:steps]
@@ -91,7 +95,7 @@ def schedules(case: Case) -> Iterator[Diagnosis]:
         factor = rounded(float(ratio[0, 0]))
         yield Diagnosis("learning rate", f"the learning rates of b are a's times {factor:g}", {"factor": factor})
         return
-    evidence = {"step": at + 1, "a": one[at].tolist(), "b": other[at].tolist()}
+    evidence: dict[str, Any] = {"step": at + 1, "a": one[at].tolist(), "b": other[at].tolist()}
     yield Diagnosis("learning rate", f"the learning rates differ, first in step {at + 1}", evidence)
 
 
@@ -118,6 +122,9 @@ def settings(case: Case) -> Iterator[Diagnosis]:
     kinds = ("optimizer", "strategy", "configuration")
     found = [item for item in case.differences if item.kind in kinds and not item.missing and item.what != "strategy"]
     found = [item for item in found if not item.what.startswith("number of settings")]
+    if case.parting.quantity == "weight":
+        # Of the same gradients: how the batch was cut has no part in it.
+        found = [item for item in found if item.what != "accumulate"]
     if not found:
         return
     told = [f"{item.what} is {item.a} in a and {item.b} in b" for item in found[:3]]

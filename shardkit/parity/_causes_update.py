@@ -43,13 +43,14 @@ def updates(case: Case) -> Iterator[Diagnosis]:
 
 def _explained(case: Case, replay: Replay, rule: Rule, other: Rule | None) -> list[Hypothesis]:
     """Return the first hypothesis of each name that gives the run's weights."""
+    few = replay.narrowed(rule)
     found: dict[str, Hypothesis] = {}
-    for hypothesis in hypotheses(case, replay, rule, other):
-        if hypothesis.name not in found and replay.fits(hypothesis.rule):
+    for hypothesis in hypotheses(case, rule, other):
+        if hypothesis.name not in found and few.fits(hypothesis.rule) and replay.fits(hypothesis.rule):
             found[hypothesis.name] = hypothesis
     if not found:
-        clipped = solved(replay, dataclasses.replace(rule, max_norm=None))
-        if clipped is not None:
+        clipped = solved(few, dataclasses.replace(rule, max_norm=None))
+        if clipped is not None and replay.fits(clipped.rule):
             found[clipped.name] = clipped
     return list(found.values())
 
@@ -65,7 +66,9 @@ def _as_told(case: Case) -> Iterator[Diagnosis]:
     if one.max_norm != other.max_norm and not replay.fits(dataclasses.replace(other, max_norm=one.max_norm)):
         tighter = other.max_norm is not None and (one.max_norm is None or other.max_norm < one.max_norm)
         name = "clipping acted" if tighter else "clipping did not act"
-        told = [f"clips to {norm:g}" if norm is not None else "does not clip" for norm in (one.max_norm, other.max_norm)]
+        told = [
+            f"clips to {norm:g}" if norm is not None else "does not clip" for norm in (one.max_norm, other.max_norm)
+        ]
         evidence = {"a": one.max_norm, "b": other.max_norm, "step": case.parting.step, **_clip_settings(case)}
         yield Diagnosis(name, f"a {told[0]} and b {told[1]}, as their settings tell", evidence)
     if one.kind != other.kind and not replay.fits(dataclasses.replace(other.turned(one.kind))):
