@@ -244,7 +244,7 @@ def run(
 @click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
 @_strategies
 @_controls(True)
-@_repeats(3)
+@_repeats(2)
 @_probe(True)
 @_work
 @_JSON
@@ -302,7 +302,7 @@ def upgrade(
 @click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
 @_strategies
 @_controls(True)
-@_repeats(3)
+@_repeats(2)
 @_probe(True)
 @_work
 @_JSON
