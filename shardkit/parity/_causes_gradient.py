@@ -37,14 +37,16 @@ def scales(case: Case) -> Iterator[Diagnosis]:
     if factor is None or abs(factor - 1) < 10 * _CONSTANT:
         return
     rest = ~apart & (case.pair.gradient_norms[0][step] > SHARE * case.pair.gradient_norm[0][step])
-    scope = "the gradients of b are" if not bool(rest.any()) else f"the gradients of {_names(case, apart)} in b are"
+    scope = (
+        "the gradients of run B are" if not bool(rest.any()) else f"the gradients of {_names(case, apart)} in run B are"
+    )
     evidence = {"step": parting.step, "factor": rounded(factor), "parameters": int(apart.sum())}
     if loss_factor != 1.0:
         evidence["loss factor"] = rounded(loss_factor)
     possible = readings(case, factor)
     for reading in possible:
         others = [other.words for other in possible if other.words != reading.words]
-        sentence = f"{scope} a's times {reading.words}" + (f", or {' or '.join(others)}" if others else "")
+        sentence = f"{scope} run A's times {reading.words}" + (f", or {' or '.join(others)}" if others else "")
         yield Diagnosis(reading.name, sentence, evidence, "likely" if len(possible) > 1 else "certain")
     if possible:
         return
@@ -55,13 +57,13 @@ def scales(case: Case) -> Iterator[Diagnosis]:
         words = f"times {rounded(factor):g}" if factor > 1 else f"over {rounded(1 / factor):g}"
         yield Diagnosis(
             "sum instead of mean",
-            f"the loss of b and its gradients are a's {words}: one run adds up over samples or tokens what the other "
-            "averages",
+            f"the loss of run B and its gradients are run A's {words}: one run adds up over samples or tokens what "
+            "the other averages",
             evidence,
             "likely",
         )
     else:
-        yield Diagnosis("gradient scale", f"{scope} a's times {rounded(factor):g}", evidence)
+        yield Diagnosis("gradient scale", f"{scope} run A's times {rounded(factor):g}", evidence)
 
 
 def low_precision(case: Case) -> Iterator[Diagnosis]:
@@ -85,7 +87,8 @@ def low_precision(case: Case) -> Iterator[Diagnosis]:
         return
     evidence = {"step": parting.step, "loss": rounded(loss), "median gap of gradients": rounded(middle)}
     if low:
-        sentence = f"a computes in {told[0]} and b in {told[1]}: their gradients part by {middle:.1e} in all parameters"
+        apart = f"their gradients part by {middle:.1e} in all parameters"
+        sentence = f"run A computes in {told[0]} and run B in {told[1]}: {apart}"
         yield Diagnosis("lower precision", sentence, evidence)
         return
     if told[0] != "fp32":
@@ -94,9 +97,8 @@ def low_precision(case: Case) -> Iterator[Diagnosis]:
     for side, own, other in (("b", digits[1], digits[0]), ("a", digits[0], digits[1])):
         if own <= _MOST_DIGITS < other - 2:
             kind = "bf16" if own <= 8 else "bf16, fp16 or tf32"
-            sentence = (
-                f"the gradients of {side} have {own} binary digits, as of {kind}, where the facts tell of {told[0]}"
-            )
+            digits_told = f"{own} binary digits, as of {kind}, where the facts tell of {told[0]}"
+            sentence = f"the gradients of run {side.upper()} have {digits_told}"
             yield Diagnosis("lower precision", sentence, evidence | {"binary digits": own})
             return
     if parting.step == 1:
@@ -133,7 +135,8 @@ def _loss_scale(case: Case, step: int, factor: float) -> Iterator[Diagnosis]:
     words = " or ".join(dict.fromkeys(reading.words for reading in possible)) or f"{rounded(factor):g}"
     yield Diagnosis(
         "loss scale",
-        f"the losses of b are a's times {words}, and the gradients are the same: only what is told of the loss differs",
+        f"the losses of run B are run A's times {words}, and the gradients are the same: only what is told of the loss "
+        "differs",
         evidence,
     )
 
@@ -146,7 +149,8 @@ def _clipped_before(case: Case, step: int, factor: float) -> Diagnosis | None:
         limit = (trace.facts.get("settings") or {}).get("max_grad_norm")
         if limit and is_about(small, limit):
             evidence = {"step": step + 1, "max_norm": limit, "factor": rounded(factor)}
-            sentence = f"the gradients of {side} are clipped to norm {limit:g} before they are averaged or recorded"
+            where = f"the gradients of run {side.upper()}"
+            sentence = f"{where} are clipped to norm {limit:g} before they are averaged or recorded"
             return Diagnosis(name, sentence, evidence, "likely")
     return None
 

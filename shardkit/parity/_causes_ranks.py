@@ -28,7 +28,7 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
             trace = case.pair.b if side == "b" else case.pair.a
             ranks = _odd_ranks(trace.gradients[step], trace.parameters.index(names[0]))
             sentence = (
-                f"the gradient of {_list(names)} is not averaged in {side}: "
+                f"the gradient of {_list(names)} is not averaged in run {side.upper()}: "
                 f"{'each rank holds' if len(ranks) == trace.ranks else f'{_ranks(ranks)} {_holds(ranks)}'} its own"
             )
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
@@ -41,8 +41,8 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
         if names:
             ranks = _odd_ranks(trace.weights[step + 1], trace.parameters.index(names[0]))
             sentence = (
-                f"the ranks of {side} hold different weights of {_list(names)} after step {step + 1}: each went its "
-                "own way, so its gradient was not averaged, or its weight not shared"
+                f"the ranks of run {side.upper()} hold different weights of {_list(names)} after step {step + 1}: each "
+                "went its own way, so its gradient was not averaged, or its weight not shared"
             )
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
             return
@@ -72,7 +72,7 @@ def stale(case: Case) -> Iterator[Diagnosis]:
             still = [name for name, _ in found]
             ranks = found[0][1]
             everywhere = len(ranks) == trace.weights.shape[1]
-            where = f"in {side}" if everywhere else f"on {_ranks(ranks)} of {side}"
+            where = f"in run {side.upper()}" if everywhere else f"on {_ranks(ranks)} of run {side.upper()}"
             sentence = (
                 f"the weight of {_list(still)} does not move {where}, though it has a gradient and moves "
                 f"{'in the other run' if everywhere else 'on the others'}"
@@ -87,7 +87,8 @@ def _without_gradient(case: Case, step: int) -> Iterator[Diagnosis]:
     for side, has in zip("ab", case.pair.has_gradient, strict=True):
         if bool((apart & ~has[step]).any()) and not bool((apart & has[step]).any()):
             names = [case.pair.names[at] for at in apart.nonzero().flatten().tolist()]
-            sentence = f"{_list(names)} has no gradient in {side}, and one in the other run: it is not trained there"
+            where = f"run {side.upper()}, and one in the other run"
+            sentence = f"{_list(names)} has no gradient in {where}: it is not trained there"
             yield Diagnosis("stale parameter", sentence, _evidence(step, names, []))
 
 
@@ -109,8 +110,8 @@ def unused(case: Case) -> Iterator[Diagnosis]:
             names = [name for name, _ in found]
             frozen = not trace.facts["parameters"][names[0]].get("trainable", True)
             sentence = (
-                f"{_list(names)} {'is frozen' if frozen else 'has no gradient'}, and shrinks in {side} all the same: "
-                "weight decay acts on it"
+                f"{_list(names)} {'is frozen' if frozen else 'has no gradient'}, and shrinks in run {side.upper()} all "
+                "the same: weight decay acts on it"
             )
             evidence = _evidence(step, names, []) | {"kept of the weight": found[0][1]}
             yield Diagnosis("decay on unused parameters", sentence, evidence)

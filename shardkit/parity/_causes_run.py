@@ -31,7 +31,7 @@ def races(case: Case) -> Iterator[Diagnosis]:
     evidence = {"step": found.step, "quantity": found.quantity, "relative": rounded(found.relative)}
     if found.parameter:
         evidence["parameter"] = found.parameter
-    sentence = f"run a differs from another run of itself, first in step {found.step} in the {where}"
+    sentence = f"run A differs from another run of itself, first in step {found.step} in the {where}"
     sentence += ": a race" if beyond else " by round-off: sums are added up in changing order"
     yield Diagnosis("race", sentence, evidence, "certain" if beyond else "likely")
 
@@ -46,7 +46,7 @@ def data(case: Case) -> Iterator[Diagnosis]:
     evidence = {"step": case.parting.step}
     if same[0] != same[1]:
         side = "b" if same[1] else "a"
-        yield Diagnosis("data", f"all ranks of {side} read the same batch in every step", evidence)
+        yield Diagnosis("data", f"all ranks of run {side.upper()} read the same batch in every step", evidence)
         return
     found = order(case.pair)
     if found is None:
@@ -93,7 +93,9 @@ def schedules(case: Case) -> Iterator[Diagnosis]:
     at = int((one[:steps] != other[:steps]).any(1).nonzero()[0])
     if bool(torch.isfinite(ratio).all()) and _same(ratio, ratio[:1, :1].expand_as(ratio)):
         factor = rounded(float(ratio[0, 0]))
-        yield Diagnosis("learning rate", f"the learning rates of b are a's times {factor:g}", {"factor": factor})
+        yield Diagnosis(
+            "learning rate", f"the learning rates of run B are run A's times {factor:g}", {"factor": factor}
+        )
         return
     evidence: dict[str, Any] = {"step": at + 1, "a": one[at].tolist(), "b": other[at].tolist()}
     yield Diagnosis("learning rate", f"the learning rates differ, first in step {at + 1}", evidence)
@@ -111,7 +113,7 @@ def skips(case: Case) -> Iterator[Diagnosis]:
     norm = float(held.gradient_norm[step].max())
     infinite = not bool(torch.isfinite(held.gradient_norm[step]).all())
     why = ": its gradients are not finite" if infinite else ""
-    sentence = f"{side} skipped step {step + 1}, which the other run took{why}"
+    sentence = f"run {side.upper()} skipped step {step + 1}, which the other run took{why}"
     yield Diagnosis("step skipped", sentence, {"step": step + 1, "gradient norm": str(norm) if infinite else norm})
 
 
@@ -127,7 +129,7 @@ def settings(case: Case) -> Iterator[Diagnosis]:
         found = [item for item in found if item.what != "accumulate"]
     if not found:
         return
-    told = [f"{item.what} is {item.a} in a and {item.b} in b" for item in found[:3]]
+    told = [f"{item.what} is {item.a} in run A and {item.b} in run B" for item in found[:3]]
     more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
     evidence = {item.what: {"a": item.a, "b": item.b} for item in found}
     yield Diagnosis("configuration", "; ".join(told) + more, evidence, "likely")
