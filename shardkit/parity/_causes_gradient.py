@@ -87,8 +87,8 @@ def low_precision(case: Case) -> Iterator[Diagnosis]:
         return
     evidence = {"step": parting.step, "loss": rounded(loss), "median gap of gradients": rounded(middle)}
     if low:
-        apart = f"their gradients part by {middle:.1e} in all parameters"
-        sentence = f"run A computes in {told[0]} and run B in {told[1]}: {apart}"
+        parted = f"their gradients part by {middle:.1e} in all parameters"
+        sentence = f"run A computes in {told[0]} and run B in {told[1]}: {parted}"
         yield Diagnosis("lower precision", sentence, evidence)
         return
     if told[0] != "fp32":
