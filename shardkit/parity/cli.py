@@ -27,7 +27,7 @@ _OUTPUT = click.option(
 def _work(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of what is run."""
     options = [
-        click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Optimizer steps."),
+        click.option("--steps", default=6, show_default=True, type=click.IntRange(1), help="Optimizer steps."),
         click.option(
             "--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together."
         ),
