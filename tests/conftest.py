@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 
 import shardkit
 from tests import _ahead
 
-
 _PARITY_RANKS = {
     1: ("ddp", "fairscale", "deepspeed:stage=2"),
     4: ("ddp", "fairscale", "deepspeed:stage=3"),
 }
-"""By default the parity suite runs all strategies on two ranks, and on others those that have code of their own there."""
+"""By default the parity suite runs all strategies on two ranks, and on more or less those that differ there."""
 
 _PARITY_OFFLOAD = "deepspeed:stage=2,offload_optimizer=cpu"
 """The one strategy with offload that the parity suite runs by default."""
