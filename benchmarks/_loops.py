@@ -220,6 +220,25 @@ def session(strategy: str) -> Builder:
     return build
 
 
+def recorded(strategy: str) -> Builder:
+    """Return the builder of the loop under shardkit while a trace of it is recorded, at the default detail."""
+
+    def build(workload: Workload, window: Window) -> Loop:
+        prepared = _prepared(strategy, workload, window)
+        model, loss = prepared.model, workload.loss
+        # Open for as long as the benchmark runs.
+        recording = shardkit.parity.record(prepared, None)
+        recording.__enter__()
+
+        def step(batch: Any) -> None:
+            prepared.backward(loss(model, batch))
+            prepared.step()
+
+        return step
+
+    return build
+
+
 def windows(strategy: str, weight: Callable[[Any], float] | None = None) -> Builder:
     """Return the builder of the loop under shardkit over ``session.windows``, without weights or with."""
 

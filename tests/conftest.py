@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 
 import shardkit
 from tests import _ahead
 
+_PARITY_RANKS = {
+    1: ("ddp", "fairscale", "deepspeed:stage=2"),
+    4: ("ddp", "fairscale", "deepspeed:stage=3"),
+}
+"""By default the parity suite runs all strategies on two ranks, and on more or less those that differ there."""
+
+_PARITY_OFFLOAD = "deepspeed:stage=2,offload_optimizer=cpu"
+"""The one strategy with offload that the parity suite runs by default."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave strategies that offload to the slow tests where others show the same: they share the stages' code."""
+    """Leave to the slow tests what shares its code with others, which show the same."""
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            params = item.callspec.params
-            strategies = [params.get(name, "") for name in ("strategy", "variant", "sharded", "half")]
-            if any("offload" in str(strategy) for strategy in strategies) and _has_others_for_it(item, params):
-                item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and _has_others_for_it(item):
+            item.add_marker(pytest.mark.slow)
 
 
-def _has_others_for_it(item: pytest.Function, params: dict[str, Any]) -> bool:
+def _has_others_for_it(item: pytest.Function) -> bool:
+    params = item.callspec.params
+    strategies = [str(params[name]) for name in ("strategy", "variant", "sharded", "half") if name in params]
+    offloads = [strategy for strategy in strategies if "offload" in strategy]
     folder, module = item.path.parent.name, item.path.stem
     if folder == "parity":
-        return module in ("test_low_precision", "test_race") or params.get("world_size", 2) != 2
-    return folder == "checkpoints" or module == "test_sizes"
+        kept = _PARITY_RANKS.get(params.get("world_size", 2))
+        if kept is not None and "cell" in params:
+            return not any(strategy in kept for strategy in strategies)
+        return bool(offloads) and (module in ("test_low_precision", "test_race") or _PARITY_OFFLOAD not in offloads)
+    return bool(offloads) and (folder == "checkpoints" or module == "test_sizes")
 
 
 def pytest_sessionfinish() -> None:

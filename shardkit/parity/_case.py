@@ -59,6 +59,8 @@ class Case:
     @cached_property
     def _moved_otherwise(self) -> Tensor | None:
         """``(S, P)``: which weights of one run moved by another rule than the one that the other run followed."""
+        if not bool((self.pair.weight_apart > 0).any()):
+            return None
         found = torch.zeros(self.pair.steps, len(self.pair.names), dtype=torch.bool)
         order = [self.pair.b.parameters.index(name) for name in self.pair.names]
         one, other = self.replays

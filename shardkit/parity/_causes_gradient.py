@@ -16,8 +16,8 @@ from shardkit.parity._sketch import ELEMENTS, SQUARE, SUMS, norm_of_sums
 _CONSTANT = 1e-3
 """How far gradients may be from a multiple of the others', to be called one: far below what another cause leaves."""
 
-_FORMATS = ((8, "bf16"), (11, "fp16 or tf32"))
-"""Significant binary digits of the low formats."""
+_MOST_DIGITS = 12
+"""Significant binary digits of fp16 and tf32, and one for the sum over two ranks; bf16 has 8."""
 
 
 def scales(case: Case) -> Iterator[Diagnosis]:
@@ -33,20 +33,21 @@ def scales(case: Case) -> Iterator[Diagnosis]:
         yield from _loss_scale(case, step, loss_factor)
         return
     factor = _factor(case, step, apart)
-    if factor is None:
+    # What is closer to one than the gradients are to a multiple is none.
+    if factor is None or abs(factor - 1) < 10 * _CONSTANT:
         return
-    every = bool((apart | (case.pair.gradient_apart[step] == 0)).all()) or bool((~apart).sum() == 0)
-    scope = "the gradients of b are" if every else f"the gradients of {_names(case, apart)} in b are"
+    rest = ~apart & (case.pair.gradient_norms[0][step] > SHARE * case.pair.gradient_norm[0][step])
+    scope = (
+        "the gradients of run B are" if not bool(rest.any()) else f"the gradients of {_names(case, apart)} in run B are"
+    )
     evidence = {"step": parting.step, "factor": rounded(factor), "parameters": int(apart.sum())}
     if loss_factor != 1.0:
         evidence["loss factor"] = rounded(loss_factor)
     possible = readings(case, factor)
     for reading in possible:
-        others = sorted({other.name for other in possible} - {reading.name})
-        sentence = f"{scope} a's times {reading.words}"
-        if others:
-            sentence += f"; {' or '.join(others)} would give the same factor"
-        yield Diagnosis(reading.name, sentence, evidence, "likely" if others else "certain")
+        others = [other.words for other in possible if other.words != reading.words]
+        sentence = f"{scope} run A's times {reading.words}" + (f", or {' or '.join(others)}" if others else "")
+        yield Diagnosis(reading.name, sentence, evidence, "likely" if len(possible) > 1 else "certain")
     if possible:
         return
     acted = _clipped_before(case, step, factor)
@@ -56,13 +57,13 @@ def scales(case: Case) -> Iterator[Diagnosis]:
         words = f"times {rounded(factor):g}" if factor > 1 else f"over {rounded(1 / factor):g}"
         yield Diagnosis(
             "sum instead of mean",
-            f"the loss of b and its gradients are a's {words}: one run adds up over samples or tokens what the other "
-            "averages",
+            f"the loss of run B and its gradients are run A's {words}: one run adds up over samples or tokens what "
+            "the other averages",
             evidence,
             "likely",
         )
     else:
-        yield Diagnosis("gradient scale", f"{scope} a's times {rounded(factor):g}", evidence)
+        yield Diagnosis("gradient scale", f"{scope} run A's times {rounded(factor):g}", evidence)
 
 
 def low_precision(case: Case) -> Iterator[Diagnosis]:
@@ -78,24 +79,32 @@ def low_precision(case: Case) -> Iterator[Diagnosis]:
     if not len(gaps) or not bool(torch.isfinite(gaps).all()):
         return
     middle, loss = float(gaps.median()), float(pair.loss_gap[step])
+    low = told[0] != told[1]
     # A rounding to 8 digits leaves 2**-9 of a number, and more of what is made of many such.
-    if not (2.0**-14 < middle < 0.1 and loss < 0.05 and float((gaps > 0.02 * middle).double().mean()) > 0.9):
+    if not (
+        2.0**-14 < middle < (0.5 if low else 0.1) and loss < 0.1 and bool((gaps > 0.02 * middle).double().mean() > 0.9)
+    ):
         return
-    evidence = {"step": parting.step, "loss": loss, "median gap of gradients": rounded(middle)}
-    if told[0] != told[1]:
-        sentence = f"a computes in {told[0]} and b in {told[1]}: their gradients part by {middle:.1e} in all parameters"
+    evidence = {"step": parting.step, "loss": rounded(loss), "median gap of gradients": rounded(middle)}
+    if low:
+        parted = f"their gradients part by {middle:.1e} in all parameters"
+        sentence = f"run A computes in {told[0]} and run B in {told[1]}: {parted}"
         yield Diagnosis("lower precision", sentence, evidence)
+        return
+    if told[0] != "fp32":
         return
     digits = [_digits(trace[step]) for trace in (pair.gradients[0], pair.gradients[1])]
     for side, own, other in (("b", digits[1], digits[0]), ("a", digits[0], digits[1])):
-        kind = next((name for most, name in _FORMATS if own <= most < other - 2), None)
-        if kind is not None:
-            sentence = f"the gradients of {side} have the digits of {kind}, though the facts tell of {told[0]}"
+        if own <= _MOST_DIGITS < other - 2:
+            kind = "bf16" if own <= 8 else "bf16, fp16 or tf32"
+            digits_told = f"{own} binary digits, as of {kind}, where the facts tell of {told[0]}"
+            sentence = f"the gradients of run {side.upper()} have {digits_told}"
             yield Diagnosis("lower precision", sentence, evidence | {"binary digits": own})
             return
     if parting.step == 1:
-        level = "bf16" if middle > 2.0**-9 else "fp16 or tf32"
-        sentence = f"the gradients part by {middle:.1e} in all parameters from the first step on, as {level} leaves it"
+        sentence = (
+            f"the gradients part by {middle:.1e} in all parameters from the first step on, as in bf16, fp16 or tf32"
+        )
         yield Diagnosis("lower precision", sentence, evidence, "likely")
 
 
@@ -126,7 +135,8 @@ def _loss_scale(case: Case, step: int, factor: float) -> Iterator[Diagnosis]:
     words = " or ".join(dict.fromkeys(reading.words for reading in possible)) or f"{rounded(factor):g}"
     yield Diagnosis(
         "loss scale",
-        f"the losses of b are a's times {words}, and the gradients are the same: only what is told of the loss differs",
+        f"the losses of run B are run A's times {words}, and the gradients are the same: only what is told of the loss "
+        "differs",
         evidence,
     )
 
@@ -139,7 +149,8 @@ def _clipped_before(case: Case, step: int, factor: float) -> Diagnosis | None:
         limit = (trace.facts.get("settings") or {}).get("max_grad_norm")
         if limit and is_about(small, limit):
             evidence = {"step": step + 1, "max_norm": limit, "factor": rounded(factor)}
-            sentence = f"the gradients of {side} are clipped to norm {limit:g} before they are averaged or recorded"
+            where = f"the gradients of run {side.upper()}"
+            sentence = f"{where} are clipped to norm {limit:g} before they are averaged or recorded"
             return Diagnosis(name, sentence, evidence, "likely")
     return None
 

@@ -22,27 +22,27 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
         return
     step = parting.step - 1
     spread = [_spread(trace.gradients[step]) for trace in (case.pair.a, case.pair.b)]
-    for side, own, other in (("b", *reversed(spread)), ("a", *spread)):
+    for side, own, other in (("b", spread[1], spread[0]), ("a", spread[0], spread[1])):
         names = _differing(case, side, own, other, GRADIENT)
         if names:
             trace = case.pair.b if side == "b" else case.pair.a
             ranks = _odd_ranks(trace.gradients[step], trace.parameters.index(names[0]))
             sentence = (
-                f"the gradient of {_list(names)} is not averaged in {side}: "
+                f"the gradient of {_list(names)} is not averaged in run {side.upper()}: "
                 f"{'each rank holds' if len(ranks) == trace.ranks else f'{_ranks(ranks)} {_holds(ranks)}'} its own"
             )
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
             return
     spread = [_spread(trace.weights[step + 1]) for trace in (case.pair.a, case.pair.b)]
-    for side, own, other in (("b", *reversed(spread)), ("a", *spread)):
+    for side, own, other in (("b", spread[1], spread[0]), ("a", spread[0], spread[1])):
         trace = case.pair.b if side == "b" else case.pair.a
         names = _differing(case, side, own, other, 1e-6)
         names = [name for name in names if not _still_ranks(trace, trace.parameters.index(name), step)]
         if names:
             ranks = _odd_ranks(trace.weights[step + 1], trace.parameters.index(names[0]))
             sentence = (
-                f"the ranks of {side} hold different weights of {_list(names)} after step {step + 1}: each went its own "
-                "way, so its gradient was not averaged, or its weight not shared"
+                f"the ranks of run {side.upper()} hold different weights of {_list(names)} after step {step + 1}: each "
+                "went its own way, so its gradient was not averaged, or its weight not shared"
             )
             yield Diagnosis("local gradient", sentence, _evidence(step, names, ranks))
             return
@@ -51,6 +51,8 @@ def local_gradients(case: Case) -> Iterator[Diagnosis]:
 def stale(case: Case) -> Iterator[Diagnosis]:
     """Weights that stay where they were, on a rank or in a run, while they move elsewhere by a gradient."""
     parting = case.parting
+    if parting is not None and parting.quantity == "gradient":
+        yield from _without_gradient(case, parting.step - 1)
     if parting is None or parting.quantity != "weight":
         return
     step = parting.step - 1
@@ -70,15 +72,24 @@ def stale(case: Case) -> Iterator[Diagnosis]:
             still = [name for name, _ in found]
             ranks = found[0][1]
             everywhere = len(ranks) == trace.weights.shape[1]
-            where = f"in {side}" if everywhere else f"on {_ranks(ranks)} of {side}"
+            where = f"in run {side.upper()}" if everywhere else f"on {_ranks(ranks)} of run {side.upper()}"
             sentence = (
                 f"the weight of {_list(still)} does not move {where}, though it has a gradient and moves "
                 f"{'in the other run' if everywhere else 'on the others'}"
             )
-            if not bool(case.pair.has_gradient[1 if side == "b" else 0][step, names.index(still[0])]):
-                sentence = f"the weight of {_list(still)} does not move {where}, where it has no gradient"
             yield Diagnosis("stale parameter", sentence, _evidence(step, still, [] if everywhere else ranks))
             return
+
+
+def _without_gradient(case: Case, step: int) -> Iterator[Diagnosis]:
+    """Yield that parameters have no gradient in one run, if nothing else parts."""
+    apart = case.bound.gradient[step]
+    for side, has in zip("ab", case.pair.has_gradient, strict=True):
+        if bool((apart & ~has[step]).any()) and not bool((apart & has[step]).any()):
+            names = [case.pair.names[at] for at in apart.nonzero().flatten().tolist()]
+            where = f"run {side.upper()}, and one in the other run"
+            sentence = f"{_list(names)} has no gradient in {where}: it is not trained there"
+            yield Diagnosis("stale parameter", sentence, _evidence(step, names, []))
 
 
 def unused(case: Case) -> Iterator[Diagnosis]:
@@ -99,8 +110,8 @@ def unused(case: Case) -> Iterator[Diagnosis]:
             names = [name for name, _ in found]
             frozen = not trace.facts["parameters"][names[0]].get("trainable", True)
             sentence = (
-                f"{_list(names)} {'is frozen' if frozen else 'has no gradient'}, and shrinks in {side} all the same: "
-                "weight decay acts on it"
+                f"{_list(names)} {'is frozen' if frozen else 'has no gradient'}, and shrinks in run {side.upper()} all "
+                "the same: weight decay acts on it"
             )
             evidence = _evidence(step, names, []) | {"kept of the weight": found[0][1]}
             yield Diagnosis("decay on unused parameters", sentence, evidence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def races(case: Case) -> Iterator[Diagnosis]:
     evidence = {"step": found.step, "quantity": found.quantity, "relative": rounded(found.relative)}
     if found.parameter:
         evidence["parameter"] = found.parameter
-    sentence = f"run a differs from another run of itself, first in step {found.step} in the {where}"
+    sentence = f"run A differs from another run of itself, first in step {found.step} in the {where}"
     sentence += ": a race" if beyond else " by round-off: sums are added up in changing order"
     yield Diagnosis("race", sentence, evidence, "certain" if beyond else "likely")
 
@@ -45,15 +46,17 @@ def data(case: Case) -> Iterator[Diagnosis]:
     evidence = {"step": case.parting.step}
     if same[0] != same[1]:
         side = "b" if same[1] else "a"
-        yield Diagnosis("data", f"all ranks of {side} read the same batch in every step", evidence)
+        yield Diagnosis("data", f"all ranks of run {side.upper()} read the same batch in every step", evidence)
         return
     found = order(case.pair)
-    if found is not None:
-        what, left, right = found
-        told = f"{'a' if left else 'b'} reads them {left or right}" if not (left and right) else f"first in step {case.parting.step}"
-        yield Diagnosis("data", f"the runs read {what}: {told}" if left and right else f"the runs read the same batches, and {told}", evidence)
-        return
-    yield Diagnosis("data", f"the runs read other batches, first in step {case.parting.step}", evidence)
+    if found is None:
+        sentence = f"the runs read other batches, first in step {case.parting.step}"
+    elif found.ahead:
+        sentence = f"the runs read the same batches, and {found.ahead} is {found.steps} ahead"
+        evidence["ahead"] = found.steps
+    else:
+        sentence = f"the runs read the same batches in another order, first in step {case.parting.step}"
+    yield Diagnosis("data", sentence, evidence)
 
 
 def start(case: Case) -> Iterator[Diagnosis]:
@@ -61,7 +64,9 @@ def start(case: Case) -> Iterator[Diagnosis]:
     parting = case.parting
     if parting is not None and parting.quantity == "weights before the first step":
         sentence = f"the runs start from other weights: {parting.count} parameters differ, {parting.parameter} the most"
-        yield Diagnosis("start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)})
+        yield Diagnosis(
+            "start weights", sentence, {"parameter": parting.parameter, "relative": rounded(parting.relative)}
+        )
 
 
 def schedules(case: Case) -> Iterator[Diagnosis]:
@@ -76,22 +81,23 @@ def schedules(case: Case) -> Iterator[Diagnosis]:
             common = min(len(wanted), len(fast))
             if common > 1 and _changes(wanted[:common]) and _same(wanted[:common], fast[:common]):
                 sentence = f"the learning rates of {ahead} are the other run's of {times} times as many steps"
-                evidence = {"times": times}
-                yield Diagnosis("schedule ran ahead", sentence + _why(case, times), evidence)
+                yield Diagnosis("schedule ran ahead", sentence + _why(case, times), {"times": times})
                 return
         for shift in range(1, len(slow) - 1):
             common = min(len(slow) - shift, len(fast))
             if common > 1 and _changes(fast[:common]) and _same(slow[shift:][:common], fast[:common]):
-                sentence = f"the learning rates of {ahead} are the other run's of {shift} steps later"
+                sentence = f"the learning rates of {ahead} are the other run's of {shift} step{'s' * (shift > 1)} later"
                 yield Diagnosis("schedule ran ahead", sentence, {"shift": shift})
                 return
     ratio = other[:steps] / one[:steps]
     at = int((one[:steps] != other[:steps]).any(1).nonzero()[0])
     if bool(torch.isfinite(ratio).all()) and _same(ratio, ratio[:1, :1].expand_as(ratio)):
         factor = rounded(float(ratio[0, 0]))
-        yield Diagnosis("learning rate", f"the learning rates of b are a's times {factor:g}", {"factor": factor})
+        yield Diagnosis(
+            "learning rate", f"the learning rates of run B are run A's times {factor:g}", {"factor": factor}
+        )
         return
-    evidence = {"step": at + 1, "a": one[at].tolist(), "b": other[at].tolist()}
+    evidence: dict[str, Any] = {"step": at + 1, "a": one[at].tolist(), "b": other[at].tolist()}
     yield Diagnosis("learning rate", f"the learning rates differ, first in step {at + 1}", evidence)
 
 
@@ -107,7 +113,7 @@ def skips(case: Case) -> Iterator[Diagnosis]:
     norm = float(held.gradient_norm[step].max())
     infinite = not bool(torch.isfinite(held.gradient_norm[step]).all())
     why = ": its gradients are not finite" if infinite else ""
-    sentence = f"{side} skipped step {step + 1}, which the other run took{why}"
+    sentence = f"run {side.upper()} skipped step {step + 1}, which the other run took{why}"
     yield Diagnosis("step skipped", sentence, {"step": step + 1, "gradient norm": str(norm) if infinite else norm})
 
 
@@ -118,9 +124,12 @@ def settings(case: Case) -> Iterator[Diagnosis]:
     kinds = ("optimizer", "strategy", "configuration")
     found = [item for item in case.differences if item.kind in kinds and not item.missing and item.what != "strategy"]
     found = [item for item in found if not item.what.startswith("number of settings")]
+    if case.parting.quantity == "weight":
+        # Of the same gradients: how the batch was cut has no part in it.
+        found = [item for item in found if item.what != "accumulate"]
     if not found:
         return
-    told = [f"{item.what} is {item.a} in a and {item.b} in b" for item in found[:3]]
+    told = [f"{item.what} is {item.a} in run A and {item.b} in run B" for item in found[:3]]
     more = f", and {len(found) - 3} more differ" if len(found) > 3 else ""
     evidence = {item.what: {"a": item.a, "b": item.b} for item in found}
     yield Diagnosis("configuration", "; ".join(told) + more, evidence, "likely")

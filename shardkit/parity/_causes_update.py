@@ -28,7 +28,7 @@ def updates(case: Case) -> Iterator[Diagnosis]:
         for place, hypothesis in enumerate(found):
             label = "b" if side else "a"
             rivals = {other.name for other in found} - {hypothesis.name}
-            sentence = f"the weights of {label} are not what its own settings give: {hypothesis.words}"
+            sentence = f"the weights of run {label.upper()} are not what its own settings give: {hypothesis.words}"
             evidence = {
                 "run": label,
                 "step": case.parting.step,
@@ -43,13 +43,14 @@ def updates(case: Case) -> Iterator[Diagnosis]:
 
 def _explained(case: Case, replay: Replay, rule: Rule, other: Rule | None) -> list[Hypothesis]:
     """Return the first hypothesis of each name that gives the run's weights."""
+    few = replay.narrowed(rule)
     found: dict[str, Hypothesis] = {}
-    for hypothesis in hypotheses(case, replay, rule, other):
-        if hypothesis.name not in found and replay.fits(hypothesis.rule):
+    for hypothesis in hypotheses(case, rule, other):
+        if hypothesis.name not in found and few.fits(hypothesis.rule) and replay.fits(hypothesis.rule):
             found[hypothesis.name] = hypothesis
     if not found:
-        clipped = solved(replay, dataclasses.replace(rule, max_norm=None))
-        if clipped is not None:
+        clipped = solved(few, dataclasses.replace(rule, max_norm=None))
+        if clipped is not None and replay.fits(clipped.rule):
             found[clipped.name] = clipped
     return list(found.values())
 
@@ -65,16 +66,18 @@ def _as_told(case: Case) -> Iterator[Diagnosis]:
     if one.max_norm != other.max_norm and not replay.fits(dataclasses.replace(other, max_norm=one.max_norm)):
         tighter = other.max_norm is not None and (one.max_norm is None or other.max_norm < one.max_norm)
         name = "clipping acted" if tighter else "clipping did not act"
-        told = [f"clips to {norm:g}" if norm is not None else "does not clip" for norm in (one.max_norm, other.max_norm)]
+        told = [
+            f"clips to {norm:g}" if norm is not None else "does not clip" for norm in (one.max_norm, other.max_norm)
+        ]
         evidence = {"a": one.max_norm, "b": other.max_norm, "step": case.parting.step, **_clip_settings(case)}
-        yield Diagnosis(name, f"a {told[0]} and b {told[1]}, as their settings tell", evidence)
+        yield Diagnosis(name, f"run A {told[0]} and run B {told[1]}, as their settings tell", evidence)
     if one.kind != other.kind and not replay.fits(dataclasses.replace(other.turned(one.kind))):
         evidence = {"a": one.kind, "b": other.kind, "step": case.parting.step}
-        yield Diagnosis("optimizer mode", f"a trains with {one.kind} and b with {other.kind}", evidence)
+        yield Diagnosis("optimizer mode", f"run A trains with {one.kind} and run B with {other.kind}", evidence)
     elif (changed := _changed(one, other)) and one.members == other.members:
         matters = {name: values for name, values in changed.items() if not replay.fits(_with(other, one, name))}
         if matters:
-            told = [f"{name} is {a} in a and {b} in b" for name, (a, b) in matters.items()]
+            told = [f"{name} is {a} in run A and {b} in run B" for name, (a, b) in matters.items()]
             evidence = {name: {"a": a, "b": b} for name, (a, b) in matters.items()}
             yield Diagnosis("optimizer mode", "; ".join(told), evidence | {"step": case.parting.step})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _ABSENT = object()
 def model_differences(a: Trace, b: Trace) -> list[Difference]:
     """Return which parameters only one has, or of another shape: with any, the runs have nothing to compare."""
     one, other = ({name: held["shape"] for name, held in trace.facts["parameters"].items()} for trace in (a, b))
-    found = [item for item in _mappings("model", one, other)]
+    found = list(_mappings("model", one, other))
     if len(found) > _FIRST:
         rest = f"and {len(found) - _FIRST} more parameters"
         found = [*found[:_FIRST], Difference("model", rest, len(one), len(other))]
@@ -59,8 +59,7 @@ def _mappings(kind: str, one: Mapping[str, Any], other: Mapping[str, Any], prefi
         left, right = one.get(name, _ABSENT), other.get(name, _ABSENT)
         if left is _ABSENT or right is _ABSENT:
             missing = "a" if left is _ABSENT else "b"
-            values = (None if value is _ABSENT else value for value in (left, right))
-            yield Difference(kind, prefix + name, *values, missing=missing)
+            yield Difference(kind, prefix + name, one.get(name), other.get(name), missing)
         elif left != right:
             yield Difference(kind, prefix + name, left, right)
 
@@ -139,44 +138,56 @@ def _start(pair: Pair) -> Iterator[Difference]:
 
 def _data(pair: Pair) -> Iterator[Difference]:
     one, other = pair.a.data[: pair.steps], pair.b.data[: pair.steps]
-    if bool((one == 0).all()) != bool((other == 0).all()):
-        yield Difference("data", "fingerprints", *(bool((value != 0).any()) or None for value in (one, other)))
+    seen = bool((one != 0).any()), bool((other != 0).any())
+    if seen[0] != seen[1]:
+        yield Difference("data", "fingerprints", seen[0] or None, seen[1] or None, "a" if seen[1] else "b")
         return
     same = doubled(pair.a), doubled(pair.b)
     if same[0] != same[1]:
         yield Difference("data", "all ranks read the same batch", *same)
     differing = (one != other).nonzero().flatten().tolist()
     if differing:
-        at = differing[0]
-        what, left, right = order(pair) or (f"batch of step {at + 1}", hexadecimal(one[at]), hexadecimal(other[at]))
-        yield Difference("data", what, left, right)
+        at, found = differing[0], order(pair)
+        what = f"batch of step {at + 1}"
+        if found is not None and found.ahead:
+            what = f"the same batches, of which {found.ahead} is {found.steps} ahead: {what}"
+        elif found is not None:
+            what = f"the same batches in another order: {what}"
+        yield Difference("data", what, hexadecimal(one[at]), hexadecimal(other[at]))
         return
-    left_batches, right_batches = pair.a.batches[: pair.steps], pair.b.batches[: pair.steps]
-    if left_batches.shape == right_batches.shape and not left_batches.equal(right_batches):
-        if left_batches.flatten(1).sort(1).values.equal(right_batches.flatten(1).sort(1).values):
-            at = int((left_batches != right_batches).flatten(1).any(1).nonzero()[0])
-            found = (
-                [[hexadecimal(batch) for batch in row] for row in batches[at]]
-                for batches in (left_batches, right_batches)
-            )
-            yield Difference("data", f"which rank reads which batch, first in step {at + 1}", *found)
+    left, right = pair.a.batches[: pair.steps], pair.b.batches[: pair.steps]
+    if left.shape != right.shape or left.equal(right):
+        return
+    if left.flatten(1).sort(1).values.equal(right.flatten(1).sort(1).values):
+        at = int((left != right).flatten(1).any(1).nonzero()[0])
+        what = f"which rank reads which batch, first in step {at + 1}"
+        yield Difference("data", what, _table(left[at]), _table(right[at]))
 
 
-def order(pair: Pair) -> tuple[str, Any, Any] | None:
-    """Return how batches differ, with a word for each run, where they are the same ones at other steps."""
+def _table(batches: Tensor) -> list[list[str]]:
+    return [[hexadecimal(batch) for batch in row] for row in batches]
+
+
+class Order(NamedTuple):
+    """The same batches at other steps: of ``ahead``, a or b, so many steps ahead; or else in another order."""
+
+    ahead: str
+    steps: int
+    first: int
+    """The first step, from 1, at which they are not the same."""
+
+
+def order(pair: Pair) -> Order | None:
+    """Return in which order runs read the same batches; None where they read others."""
     one, other = pair.a.data, pair.b.data
-    shifts = [shift for size in range(1, pair.steps - 1) for shift in (size, -size)]
-    for shift in shifts:
-        left, right = (one[shift:], other) if shift > 0 else (one, other[-shift:])
-        common = min(len(left), len(right))
-        if common >= 2 and left[:common].equal(right[:common]) and len(left[:common].unique()) > 1:
-            ahead = f"{abs(shift)} step{'s' * (abs(shift) > 1)} ahead"
-            return "batches at other steps", ahead if shift < 0 else None, ahead if shift > 0 else None
-    one, other = one[: pair.steps], other[: pair.steps]
-    if one.sort().values.equal(other.sort().values):
-        at = int((one != other).nonzero()[0])
-        return "the same batches in another order", f"as recorded, up to step {at}", f"another from step {at + 1} on"
-    return None
+    first = int((one[: pair.steps] != other[: pair.steps]).nonzero()[0]) + 1
+    for steps in range(1, pair.steps - 1):
+        for ahead, late, early in (("b", one, other), ("a", other, one)):
+            common = min(len(late) - steps, len(early))
+            if common >= 2 and late[steps:][:common].equal(early[:common]) and len(early[:common].unique()) > 1:
+                return Order(ahead, steps, first)
+    same = one[: pair.steps].sort().values.equal(other[: pair.steps].sort().values)
+    return Order("", 0, first) if same else None
 
 
 def doubled(trace: Trace) -> bool:

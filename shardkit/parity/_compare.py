@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from shardkit.parity._case import Case
-from shardkit.parity._comparable import differences, model_differences
+from shardkit.parity._comparable import model_differences
 from shardkit.parity._diagnose import diagnose
 from shardkit.parity._gaps import final, gaps, same_bits
 from shardkit.parity._pair import Pair
-from shardkit.parity._parting import partings
 from shardkit.parity._results import Comparison, Difference
-from shardkit.parity._roundoff import Bound
 from shardkit.parity._trace import Trace
 
 

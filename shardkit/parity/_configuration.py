@@ -31,10 +31,18 @@ def configuration(engine: Any, library: str | None) -> dict[str, Any]:
     for item in _reachable(engine, roots):
         kind = type(item)
         for name, value in _settings(item):
-            held = plain(value, None)
-            if held is not _NONE:
-                found.setdefault(f"{kind.__name__}.{name}", held)
+            for place, held in _flat(f"{kind.__name__}.{name}", plain(value)):
+                found.setdefault(place, held)
     return dict(sorted(found.items()))
+
+
+def _flat(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in a nest of mappings, each by itself: one that is new changes none of the others."""
+    if isinstance(value, dict) and value:
+        for name, held in value.items():
+            yield from _flat(f"{place}.{name}", held)
+    else:
+        yield place, value
 
 
 class _Nothing:
@@ -44,10 +52,10 @@ class _Nothing:
 _NONE = _Nothing()
 
 
-def plain(value: Any, depth: int | None = None) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as JSON: numbers that aren't finite and classes as strings; what is no setting as its type."""
     found = _plain(value)
-    return f"<{type(value).__name__}>" if depth is None and found is _NONE else found
+    return f"<{type(value).__name__}>" if found is _NONE else found
 
 
 def _plain(value: Any) -> Any:

@@ -29,8 +29,10 @@ def final(a: Trace, b: Trace) -> tuple[float | None, float | None]:
     """Return how far the weights at the end are apart: in L2 norms, and in units in the last place.
 
     That is the place of float32, or of a coarser type of a's, at the largest element of each tensor. None where a trace
-    lacks them.
+    lacks them, and of runs of other lengths.
     """
+    if a.steps != b.steps:
+        return None, None
     names = [name for name in a.final_weights if name in b.final_weights]
     pairs = [(a.final_weights[name], b.final_weights[name]) for name in names]
     pairs = [(one, other) for one, other in pairs if one.shape == other.shape and one.is_floating_point()]
@@ -50,10 +52,10 @@ def final(a: Trace, b: Trace) -> tuple[float | None, float | None]:
 
 def same_bits(a: Trace, b: Trace) -> bool:
     """Return whether the weights and buffers at the end, where both have them, are the same to the last bit."""
-    return all(
-        torch.equal(value.view(torch.uint8) if value.dim() else value, other.view(torch.uint8) if other.dim() else other)
-        if value.dtype == other.dtype and value.shape == other.shape
-        else False
+    return a.steps != b.steps or all(
+        value.dtype == other.dtype
+        and value.shape == other.shape
+        and torch.equal(value.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
         for name, value in a.final_weights.items()
         if (other := b.final_weights.get(name)) is not None
     )

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardkit.parity._case import Case
+from shardkit.parity._comparable import accumulations, world_sizes
 from shardkit.parity._factors import readings, rounded
-from shardkit.parity._replay import FIT, Replay, Rule
+from shardkit.parity._replay import Replay, Rule
 
 _BETAS = ((0.9, 0.999), (0.9, 0.99), (0.9, 0.98), (0.9, 0.95), (0.0, 0.999), (0.95, 0.999))
 _EPS = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -31,7 +32,7 @@ class Hypothesis(NamedTuple):
     evidence: dict[str, Any]
 
 
-def hypotheses(case: Case, replay: Replay, rule: Rule, other: Rule | None) -> Iterator[Hypothesis]:
+def hypotheses(case: Case, rule: Rule, other: Rule | None) -> Iterator[Hypothesis]:
     """Yield rules that a run may have followed instead of ``rule``, those that are seen most first."""
     if rule.max_norm is not None:
         loose = dataclasses.replace(rule, max_norm=None)
@@ -85,19 +86,21 @@ def solved(replay: Replay, rule: Rule) -> Hypothesis | None:
         trial = _clipped(rule, limit)
     if not replay.fits(trial.rule):
         return None
-    lower = _clipped(rule, limit / 2)
-    if replay.fits(lower.rule):
-        # The optimizer doesn't see a constant factor: any limit below all norms does the same.
-        words = f"its gradients are clipped, to norm {rounded(min(norms)):.3g} or less"
-        return lower._replace(words=words, evidence={"max_norm at most": rounded(min(norms))})
-    return trial
+    if not replay.fits(_clipped(rule, limit / 2).rule):
+        return trial
+    # The optimizer sees little of a constant factor: any limit below all norms does about the same.
+    most = rounded(min(norms))
+    if miss(math.log10(limit)) < 0.1 * miss(math.log10(limit / 2)):
+        words = f"its gradients are clipped, to a norm of about {limit:.2g}"
+        return trial._replace(words=words, evidence={"max_norm about": float(f"{limit:.2g}"), "max_norm at most": most})
+    return trial._replace(
+        words=f"its gradients are clipped, to a norm of {most:.3g} or less", evidence={"max_norm at most": most}
+    )
 
 
 def _clipped(rule: Rule, limit: float) -> Hypothesis:
-    words = f"its gradients are clipped to norm {limit:.4g}"
-    return Hypothesis(
-        "clipping acted", words, dataclasses.replace(rule, max_norm=limit), {"max_norm": float(f"{limit:.4g}")}
-    )
+    trial, told = dataclasses.replace(rule, max_norm=limit), float(f"{limit:.4g}")
+    return Hypothesis("clipping acted", f"its gradients are clipped to norm {told:g}", trial, {"max_norm": told})
 
 
 def _limits(case: Case) -> list[float]:
@@ -106,10 +109,9 @@ def _limits(case: Case) -> list[float]:
     for trace in (case.pair.a, case.pair.b):
         settings = {**(trace.facts.get("settings") or {}), **(trace.facts.get("configuration") or {})}
         for name, value in settings.items():
-            low = name.lower()
-            if ("clip" in low or "max_norm" in low or "grad_norm" in low) and isinstance(value, int | float):
-                if not isinstance(value, bool) and 0 < value < math.inf:
-                    found.append(float(value))
+            told = any(word in name.lower() for word in ("clip", "max_norm", "grad_norm"))
+            if told and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+                found.append(float(value))
     return list(dict.fromkeys(found))
 
 
@@ -123,13 +125,19 @@ def _modes(rule: Rule) -> Iterator[Hypothesis]:
             rule.turned(kind),
             {"optimizer": kind},
         )
+    for kind in ("SGD", "Adam", "AdamW"):
+        if kind != rule.kind and {kind, rule.kind} != {"Adam", "AdamW"}:
+            words = f"its weights follow {kind}, and its facts tell of {rule.kind}"
+            yield Hypothesis("optimizer mode", words, rule.turned(kind), {"optimizer": kind})
     decays = [group.get("weight_decay", 0.0) for group in rule.groups]
     if any(decays):
         yield _mode("without weight decay", rule.but(weight_decay=0.0), {"weight_decay": 0.0})
     if len(set(decays)) > 1:
         for value in dict.fromkeys(decays):
             if value:
-                yield _mode(f"with weight decay {value:g} for all groups", rule.but(weight_decay=value), {"weight_decay": value})
+                yield _mode(
+                    f"with weight decay {value:g} for all groups", rule.but(weight_decay=value), {"weight_decay": value}
+                )
 
 
 def _settings(rule: Rule) -> Iterator[Hypothesis]:
@@ -163,10 +171,5 @@ def _mode(words: str, rule: Rule, evidence: dict[str, Any]) -> Hypothesis:
 
 
 def _scales(case: Case) -> list[float]:
-    from shardkit.parity._comparable import accumulations, world_sizes
-
     sizes = sorted(world_sizes(case.pair) | accumulations(case.pair))
     return list(dict.fromkeys(value for size in sizes for value in (size, 1 / size, size**0.5, size**-0.5)))
-
-
-__all__ = ["FIT", "Hypothesis", "hypotheses", "solved"]

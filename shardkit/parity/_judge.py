@@ -11,12 +11,13 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from shardkit.parity._compare import compare
-from shardkit.parity._results import Difference, Distances, Failure, Measured, Row
+from shardkit.parity._results import Comparison, Difference, Distances, Failure, Measured, Row
 from shardkit.parity._runner import Ran
 from shardkit.parity._trace import Trace
 
@@ -144,7 +145,7 @@ def pair_row(strategy: str, control: bool, before: Measured, after: Measured, ve
         return Row(strategy, control, verdict, reason, before, after, changed=changed)
     assert before.trace is not None
     assert after.trace is not None
-    found = compare(before.trace, after.trace)
+    found = _told_of_sides(compare(before.trace, after.trace))
     races = [name for name, side in (("before", before), ("after", after)) if not side.repeatable and _apart(side)]
     if races:
         verdict, reason = "different", f"it differs from itself {' and '.join(races)}: a race"
@@ -172,6 +173,15 @@ def pair_row(strategy: str, control: bool, before: Measured, after: Measured, ve
         speed_spread=_spread(before, after),
         memory_ratio=_over(max(after.peak_memory, default=0), max(before.peak_memory, default=0)),
     )
+
+
+def _told_of_sides(found: Comparison) -> Comparison:
+    """Return a comparison that speaks of before and after."""
+    told = [
+        replace(one, sentence=one.sentence.replace("run A", "the run before").replace("run B", "the run after"))
+        for one in found.diagnoses
+    ]
+    return replace(found, a="before", b="after", diagnoses=told)
 
 
 def changed_settings(before: Measured, after: Measured) -> list[Difference]:
@@ -209,8 +219,8 @@ def _apart(found: Measured) -> bool:
     return found.self_comparison is not None and found.self_comparison.verdict == "different"
 
 
-def _parted(found: object) -> str:
-    parting = getattr(found, "parting", None)
+def _parted(found: Comparison) -> str:
+    parting = found.parting
     if parting is None:
         return "the runs can't be compared"
     where = f" of {parting.parameter}" if parting.parameter else ""

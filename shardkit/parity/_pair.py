@@ -105,15 +105,16 @@ class Pair:
         apart = torch.maximum(norm_of_sums(difference[..., SUMS]), difference[..., ELEMENTS].square().sum(-1).sqrt())
         if not self._exact:
             apart = torch.where(apart <= _SUMMED * one[..., SQUARE].sqrt(), 0.0, apart)
-        both_nan = one[..., SQUARE].isnan() & other[..., SQUARE].isnan()
-        return torch.where(both_nan, 0.0, apart.nan_to_num(torch.inf, torch.inf)).amax(1)
+        # Infinities and NaN have no distance: a step that both left out for them is the same.
+        neither = ~(one[..., SQUARE].isfinite() | other[..., SQUARE].isfinite())
+        return torch.where(neither, 0.0, apart.nan_to_num(torch.inf, torch.inf)).amax(1)
 
 
 def relative(one: Tensor, other: Tensor) -> Tensor:
-    """Return the difference over the first, or over the second where the first is 0; 0 where both are the same."""
+    """Return the difference over the first, or over the second where the first is 0; 0 where neither is finite."""
     scale = torch.where(one == 0, other, one).abs()
     apart = (other - one).abs()
-    same = (one == other) | (one.isnan() & other.isnan())
+    same = (one == other) | ~(one.isfinite() | other.isfinite())
     return torch.where(same, 0.0, (apart / scale).nan_to_num(torch.inf, torch.inf))
 
 

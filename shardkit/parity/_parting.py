@@ -55,7 +55,14 @@ def _differing(pair: Pair, bound: Bound, updates: Tensor | None) -> Iterator[tup
 
 
 def _of_parameter(
-    pair: Pair, values: tuple[Tensor, Tensor], at: int, step: int, quantity: str, gap: Tensor, apart: Tensor, beyond: Tensor
+    pair: Pair,
+    values: tuple[Tensor, Tensor],
+    at: int,
+    step: int,
+    quantity: str,
+    gap: Tensor,
+    apart: Tensor,
+    beyond: Tensor,
 ) -> tuple[Parting, bool]:
     """Return the parting of the parameter with the largest gap: of those beyond the bound, where there are any."""
     these = beyond if bool(beyond.any()) else apart
@@ -84,7 +91,7 @@ def _number(
     pair: Pair, quantity: str, step: int, values: tuple[Tensor, Tensor], beyond: Tensor
 ) -> Iterator[tuple[Parting, bool]]:
     one, other = float(values[0][step]), float(values[1][step])
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    if one == other or not (math.isfinite(one) or math.isfinite(other)):
         return
     gap = float(relative(values[0][step], values[1][step]))
     # Of sketches that were added up in another order, which is no difference of the gradients.

@@ -40,8 +40,9 @@ def record(
     Per step: losses, learning rates, whether it was applied, fingerprints of the batches, and of each parameter the
     averaged gradient and the weight, as norm and sketch; with ``detail="whole"`` the gradients themselves too, which
     takes the memory of one model a step on rank 0; with ``"losses"`` nothing of single parameters, and nothing that
-    could hide a race. Beside it what the run was, and the weights at the end. Rank 0 writes the file at the end of the context, whole or not at all; an error of the loop goes through, and the steps
-    before it are kept. With ``path`` None nothing is written, and rank 0 has :attr:`Recording.trace`.
+    could hide a race. Beside it what the run was, and the weights at the end. Rank 0 writes the file at the end of the
+    context, whole or not at all; an error of the loop goes through, and the steps before it are kept. With ``path``
+    None nothing is written, and rank 0 has :attr:`Recording.trace`.
 
     Raises:
         InputError: ``detail`` is none of the three.

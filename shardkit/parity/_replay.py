@@ -1,9 +1,9 @@
 """What the optimizer did: torch's own, run again on the sampled elements with the recorded gradients and rates.
 
-A trace holds some elements of each weight and gradient at every step. Optimizers that treat each element by itself do to
-them what they did to the whole. So a rule for the step, such as AdamW with the gradient clipped to norm 1, is tried on
-these elements, each step from the recorded weights, and either gives the weights after it to the last bits, or is not
-what was done. No other run is needed for it, and no round-off grows.
+A trace holds some elements of each weight and gradient at every step. Optimizers that treat each element by itself do
+to them what they did to the whole. So a rule for the step, such as AdamW with the gradient clipped to norm 1, is tried
+on these elements, each step from the recorded weights, and either gives the weights after it to the last bits, or is
+not what was done. No other run is needed for it, and no round-off grows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ coefficient is made of norms that were added up in another order, and for fused 
 
 _LAST_BITS = 4 * 2.0**-24
 """What of a weight is rounding, relative to it."""
+
+_FEW = 24
+"""How many parameters many rules are tried on."""
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
@@ -91,16 +94,18 @@ def _accepted(kind: str, group: dict[str, Any]) -> dict[str, Any]:
 
 @final
 class Replay:
-    """The sampled elements of a trace's first steps, to try rules on."""
+    """The sampled elements of a trace's first steps, to try rules on; of all parameters, unless some are named."""
 
-    def __init__(self, trace: Trace, steps: int) -> None:
+    def __init__(self, trace: Trace, steps: int, names: list[str] | None = None) -> None:
         self.steps = min(trace.steps, steps)
+        self.names = trace.parameters if names is None else names
+        held = [trace.parameters.index(name) for name in self.names]
         self.trace = trace
         self.norm = trace.gradient_norm[: self.steps, 0]
-        self._weights = trace.weights[: self.steps + 1, 0, :, ELEMENTS]
-        self._gradients = trace.gradients[: self.steps, 0, :, ELEMENTS]
-        self._absent = trace.gradients[: self.steps, 0, :, SQUARE] == ABSENT
-        shapes = [trace.facts["parameters"][name]["shape"] for name in trace.parameters]
+        self._weights = trace.weights[: self.steps + 1, 0, held, ELEMENTS]
+        self._gradients = trace.gradients[: self.steps, 0, held, ELEMENTS]
+        self._absent = trace.gradients[: self.steps, 0, held, SQUARE] == ABSENT
+        shapes = [trace.facts["parameters"][name]["shape"] for name in self.names]
         self._counts = [len(places(math.prod(shape))) for shape in shapes]
         same = bool((self._weights.float().double() == self._weights).all())
         self._dtype = torch.float32 if same else torch.float64
@@ -126,6 +131,14 @@ class Replay:
         """Return the largest misfit of a step and parameter."""
         found = self.misfit(rule)
         return float(found.max()) if found.numel() else 0.0
+
+    def narrowed(self, rule: Rule) -> Replay:
+        """Return a replay of few parameters, to try many rules on: those that a rule fits least, and some of all."""
+        if len(self.names) <= 2 * _FEW:
+            return self
+        worst = self.misfit(rule).amax(0).argsort(descending=True, stable=True)[:_FEW].tolist()
+        places_ = sorted({*worst, *range(0, len(self.names), -(-len(self.names) // _FEW))})
+        return Replay(self.trace, self.steps, [self.names[at] for at in places_])
 
     def fits(self, rule: Rule) -> bool:
         """Return whether the rule was followed."""
@@ -165,7 +178,7 @@ class Replay:
         """Return parameters that are stepped together: of a group, with a rate, with gradients at the same steps."""
         settings = {name: at for at, names in enumerate(rule.members) for name in names}
         found: dict[tuple[int, int, tuple[bool, ...]], list[int]] = {}
-        for place, name in enumerate(self.trace.parameters):
+        for place, name in enumerate(self.names):
             group = settings.get(name, 0 if rule.everywhere else None)
             if group is None:
                 continue

@@ -191,7 +191,7 @@ class Side:
     notes: list[str] = field(default_factory=list)
     failure: Failure | None = None
     baseline: Measured | None = None
-    """Torch by itself on the same work: its own distance is what all others are held to."""
+    """Plain data-parallel torch on the same work: its own distance is what all others are held to."""
 
 
 @dataclass(frozen=True)

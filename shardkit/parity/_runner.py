@@ -45,8 +45,10 @@ class Runner:
     """Runs tasks with some environment variables set, in one process group, which ends with it."""
 
     def __init__(self, variables: Mapping[str, str], *, preload: Iterable[str] = ()) -> None:
-        # What every rank would import is imported once, in the process that they are forked from.
-        self._variables = {**variables, "SHARDKIT_PRELOAD_MODULES": ",".join(preload)}
+        # What every rank would import is imported once, in the process that they are forked from. Some libraries call
+        # torch.compile when they are used, which imports torch's compiler.
+        modules = [*preload, "torch._inductor.compile_fx"] if preload else []
+        self._variables = {**variables, "SHARDKIT_PRELOAD_MODULES": ",".join(modules)}
         self._folder = tempfile.TemporaryDirectory(prefix="shardkit-parity-")
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()

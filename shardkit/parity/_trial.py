@@ -72,8 +72,8 @@ def _run_workload(task: Task, make: Callable[[], Workload]) -> Told:
         strategy, accumulate=work.accumulate, max_grad_norm=work.max_grad_norm, seed=work.seed
     )
     make()
-    if not task.control:
-        # A library by itself may not bear a second process group in one process.
+    if not task.control and not task.any_version:
+        # Not every library bears a second process group in one process.
         warm_up(strategy, device)
     memory = PeakMemory.start(device)
     workload = make()

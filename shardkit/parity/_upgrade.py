@@ -36,7 +36,7 @@ def upgrade(
     strategies: Sequence[str] = (),
     *,
     controls: bool = True,
-    repeats: int = 3,
+    repeats: int = 2,
     probe: bool = True,
     timeout: float = 120,
     listener: Listener | None = None,

@@ -25,7 +25,7 @@ class Work:
     """
 
     target: str
-    steps: int = 10
+    steps: int = 6
     processes: int = 2
     batch_size: int = 2
     accumulate: int = 3

@@ -28,7 +28,7 @@ _OUTPUT = click.option(
 def _work(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of what is run."""
     options = [
-        click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Optimizer steps."),
+        click.option("--steps", default=6, show_default=True, type=click.IntRange(1), help="Optimizer steps."),
         click.option(
             "--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together."
         ),
@@ -247,7 +247,7 @@ def run(
 @click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
 @_strategies
 @_controls(True)
-@_repeats(3)
+@_repeats(2)
 @_probe(True)
 @_work
 @_JSON
@@ -305,7 +305,7 @@ def upgrade(
 @click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
 @_strategies
 @_controls(True)
-@_repeats(3)
+@_repeats(2)
 @_probe(True)
 @_work
 @_JSON

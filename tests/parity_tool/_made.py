@@ -113,8 +113,8 @@ DIFFERENCES = [
 DIAGNOSES = [
     Diagnosis(
         "accumulation",
-        "the gradients of b are 2 times those of a in every step: they are summed over the accumulation window, not "
-        "averaged",
+        "the gradients of run B are 2 times those of run A in every step: they are summed over the accumulation "
+        "window, not averaged",
         {"ratio": 2.0000001, "expected": 2, "steps": 30},
     ),
     Diagnosis("decay", f"decay acts on parameters that got no gradient {HOSTILE}", {"share": math.inf}, "likely"),

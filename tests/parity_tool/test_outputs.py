@@ -346,7 +346,7 @@ def test_the_terminal_says_where_two_runs_part_and_why() -> None:
     )
     assert "Beyond round-off they part in step 5: the loss, 2.75 in a and 2.81 in b, 2.18 % apart, 251658 ULPs." in text
     assert "At the end the weights are 0.34 % apart; no single one by more than 41000 ULPs of its tensor." in text
-    assert "the gradients of b are 2 times those of a in every step" in text
+    assert "the gradients of run B are 2 times those of run A in every step" in text
     assert "ratio 2, expected 2, steps 30" in text
     assert "likely: decay acts" in text
     assert re.search(r"configuration +ZeroConfig.reduce_bucket_size +500000000 +50000000", text)
