@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +120,33 @@ def test_low_precision_on_cuda_is_near_float32_and_skips_on_all_ranks(strategy: 
         assert_close(weights, dict(reference.state_dict()), 6e-2)
         assert moved == ([True, False, True] if precision == "fp16" else [True] * 3)
         assert scale == (512.0 if precision == "fp16" else 1.0)
+
+
+def recorded(strategy: str, path: str) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    model = mlp().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    with shardkit.prepare(model, optimizer, strategy) as session, shardkit.parity.record(session, path):
+        for index in range(STEPS):
+            session.backward(session.model(batch(index, session.rank).to(device)).square().mean())
+            session.step()
+
+
+def recorded_on_cpu(path: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    with shardkit.prepare(model, optimizer, "ddp") as session, shardkit.parity.record(session, path):
+        for index in range(STEPS):
+            session.backward(session.model(batch(index, session.rank)).square().mean())
+            session.step()
+
+
+def test_a_trace_of_a_run_on_gpus_is_that_of_the_same_run_on_the_cpu_but_for_round_off(
+    strategy: str, tmp_path: Path
+) -> None:
+    ranks = min(2, torch.cuda.device_count())
+    shardkit.launch(recorded, strategy, str(tmp_path / "cuda"), processes=ranks, timeout=300)
+    shardkit.launch(recorded_on_cpu, str(tmp_path / "cpu"), processes=ranks, timeout=300)
+    found = shardkit.parity.compare(*(shardkit.parity.Trace.load(tmp_path / name) for name in ("cpu", "cuda")))
+    assert found.verdict in ("identical", "round-off"), found.parting
