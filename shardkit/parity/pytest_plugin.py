@@ -140,9 +140,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # A test without the mark may have a fixture of its own by this name.
     mark = metafunc.definition.get_closest_marker("parity")
-    if mark is None:
+    asks = "parity" in metafunc.fixturenames
+    # A mark of a class or a module is for those of its tests that ask for the fixture.
+    if mark is None or not (asks or mark in metafunc.definition.own_markers):
         return
-    wrong = _wrong(mark) or ("" if "parity" in metafunc.fixturenames else "the test has no argument 'parity'")
+    wrong = _wrong(mark) or ("" if asks else "the test has no argument 'parity'")
     if wrong:
         pytest.fail(f"{metafunc.definition.nodeid}: {wrong}: {_EXAMPLE}, and parity.check(loop)", pytrace=False)
     metafunc.parametrize("parity", list(dict.fromkeys(mark.args)), indirect=True)

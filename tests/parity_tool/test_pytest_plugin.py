@@ -194,6 +194,18 @@ def test_a_fixture_without_its_mark_and_a_mark_without_its_fixture_are_told(user
     result.stdout.fnmatch_lines(["*the test has no argument 'parity'*"])
 
 
+def test_a_mark_of_a_class_is_for_the_tests_that_ask_for_the_fixture(user: pytest.Pytester) -> None:
+    result = written(
+        user,
+        "import pytest\n"
+        "@pytest.mark.parity('ddp', 'deepspeed')\n"
+        "class TestLoops:\n"
+        "    def test_one(self, parity): assert parity.first == 'ddp'\n"
+        "    def test_other(self): pass\n",
+    )
+    result.assert_outcomes(passed=3)
+
+
 def test_a_fixture_of_the_users_by_the_same_name_is_left_alone(user: pytest.Pytester) -> None:
     code = "import pytest\n@pytest.fixture\ndef parity(): return 7\ndef test_it(parity): assert parity == 7"
     written(user, code).assert_outcomes(passed=1)

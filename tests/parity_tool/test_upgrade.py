@@ -71,6 +71,31 @@ def test_a_sum_in_place_of_a_mean_is_named(folder: Path) -> None:
     assert row["comparison"]["parting"]["quantity"] == "gradient"
 
 
+_LOOP = """
+import torch, shardkit
+
+def train(strategy, record):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    with shardkit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy) as session, record(session):
+        for step in range(3):
+            torch.manual_seed(2 * step + session.rank)
+            session.backward(session.model(torch.randn(3, 4)).square().mean())
+            session.step()
+"""
+
+
+def test_a_loop_of_ones_own_is_upgraded_too(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(_LOOP)
+    workload = ["--workload", f"{tmp_path / 'loop.py'}:train", "--repeats", "1", "--no-probe", "--json"]
+    done = shardkit("upgrade", "toylib==1.0", "toylib==1.3", *workload)
+    report = json.loads(done.stdout)
+    [row] = report["rows"]
+    assert (done.exit_code, row["verdict"]) == (1, "different")
+    assert row["comparison"]["diagnoses"][0]["name"] == "world size"
+    assert [side["baseline"] for side in report["sides"]] == [None, None]
+
+
 def test_a_run_that_differs_from_itself_is_a_race(folder: Path) -> None:
     code, report = upgraded("1.0", "1.7")
     [row] = report["rows"]
