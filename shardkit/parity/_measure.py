@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardkit import _registry
 from shardkit._backend import Backend
+from shardkit._options import typed_options
 from shardkit._strategy import Strategy, is_path
 from shardkit.errors import InputError, MissingLibraryError, PluginError, StrategyError
 from shardkit.parity._judge import measured
@@ -216,7 +217,9 @@ def _checked(text: str, is_loop: bool) -> str:
                 f"strategy {text!r} sets {name!r}, which holds for all strategies of a comparison: use "
                 f"--{name.replace('_', '-')}"
             )
-    return _registry.describe(strategy.backend).name
+    backend = _registry.describe(strategy.backend)
+    typed_options(backend, strategy.options)
+    return backend.name
 
 
 def preload_of(arms: Sequence[Arm]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardkit.parity._compare import compare
 from shardkit.parity._judge import FACTOR, single_row
 from shardkit.parity._measure import Listener, Side, arms_of, installed_backends, measure, preload_of
-from shardkit.parity._results import Report, Row
+from shardkit.parity._results import Comparison, Report, Row
 from shardkit.parity._results import Side as SideFacts
 from shardkit.parity._runner import Runner
 from shardkit.parity._work import OF_A_LOOP, Work, resolved
@@ -68,7 +68,7 @@ def _held_to_the_first(rows: list[Row]) -> list[Row]:
     found = [replace(first, reason="the others are held to it") if first.verdict == "unjudged" else first]
     for row in others:
         if row.verdict == "unjudged" and row.before.trace is not None:
-            compared = compare(first.before.trace, row.before.trace)
+            compared = _named(compare(first.before.trace, row.before.trace), first.strategy, row.strategy)
             told = next((one.sentence for one in compared.diagnoses), f"it parts from {first.strategy}")
             same = compared.verdict in ("identical", "round-off")
             verdict, reason = ("parity", "") if same else ("no parity", told)
@@ -76,6 +76,12 @@ def _held_to_the_first(rows: list[Row]) -> list[Row]:
         else:
             found.append(row)
     return found
+
+
+def _named(found: Comparison, a: str, b: str) -> Comparison:
+    """Return a comparison that speaks of two strategies."""
+    told = [replace(one, sentence=one.sentence.replace("run A", a).replace("run B", b)) for one in found.diagnoses]
+    return replace(found, a=a, b=b, diagnoses=told)
 
 
 def settings(work: Work, repeats: int, is_loop: bool) -> dict[str, object]:

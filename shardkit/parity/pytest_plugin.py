@@ -121,7 +121,11 @@ class Parity:
         return replace(compare(expected, self.run(loop)), a=name, b=self.strategy)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # It comes as an entry point, and may be asked for with -p or pytest_plugins too: pytest takes no plugin twice.
+    for name in ("shardkit", __name__):
+        if not pluginmanager.has_plugin(name):
+            pluginmanager.set_blocked(name)
     parser.getgroup("shardkit").addoption(
         "--parity-record",
         action="store_true",

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from shardkit import Strategy
 from shardkit.cli import main
 from shardkit.errors import InputError, TraceError
-from shardkit.parity import Trace
+from shardkit.parity import Trace, pytest_plugin
 from shardkit.parity._loop import run_loop
 
 _LOOPS = """
@@ -292,3 +292,19 @@ def test_plots_without_matplotlib_are_refused_with_the_way_to_get_it(
     assert done.exit_code == 2
     assert 'pip install "shardkit[tools]"' in done.stderr
     assert not (tmp_path / "report").exists()
+
+
+def test_the_documented_loop_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    space: dict[str, Any] = {}
+    exec(page.partition("<!-- loop -->\n```python\n")[2].partition("```")[0], space)
+    run_loop(space["train"], Strategy("ddp"), str(tmp_path / "run.trace"))
+    trace = Trace.load(tmp_path / "run.trace")
+    assert trace.steps == 10
+    assert trace.loss[-1] < trace.loss[0]
+
+
+def test_the_page_shows_every_option_of_the_mark_and_every_exit_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    assert all(f"| `{name}` |" in page for name in pytest_plugin._TYPES)
+    assert all(f"`{name}`" in page for name in main.commands["parity"].commands)  # type: ignore[attr-defined]

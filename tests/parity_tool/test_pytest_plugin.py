@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,9 +57,7 @@ def user(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 
 def ran(user: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    # Pytest refuses a plugin that comes by two names.
-    installed = importlib.metadata.entry_points(group="pytest11", name="shardkit")
-    return user.runpytest_inprocess(*arguments, plugins=[] if installed else [pytest_plugin])
+    return user.runpytest_inprocess(*arguments, plugins=[pytest_plugin])
 
 
 def written(user: pytest.Pytester, code: str, *arguments: str) -> pytest.RunResult:
@@ -223,6 +221,22 @@ def test_the_plugin_is_an_entry_point_and_loads_no_torch_in_no_time(tmp_path: Pa
         assert not {"torch", "numpy", "rich", "click", "cloudpickle", "shardkit.parity._compare"} & set(modules)
         best = min(best, float(seconds))
     assert best < 0.02
+
+
+@pytest.mark.parametrize("way", ["entry point", "option", "conftest"])
+def test_the_plugin_may_come_by_several_ways_at_once(
+    user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    held = user.mkdir("installed-0.1.dist-info")
+    (held / "entry_points.txt").write_text("[pytest11]\nshardkit = shardkit.parity.pytest_plugin\n")
+    (held / "METADATA").write_text("Name: installed\nVersion: 0.1\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(user.path), *sys.path]))
+    if way == "conftest":
+        user.makeconftest("pytest_plugins = ['shardkit.parity.pytest_plugin']")
+    options = ["-p", "shardkit.parity.pytest_plugin"] if way == "option" else []
+    result = user.runpytest_subprocess("--markers", *options)
+    assert result.ret == 0, result.stderr.str()
+    result.stdout.fnmatch_lines(["@pytest.mark.parity(*strategies, against=None, processes=2*"])
 
 
 def test_tests_are_run_where_ranks_cant_import_their_file(

@@ -21,14 +21,14 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_right_strategies_are_at_parity_with_distances_beside_the_baselines() -> None:
-    code, report = run("gpt2-tiny", "--strategies", "ddp,deepspeed:stage=3", "--steps", "3")
+    code, report = run("gpt2-tiny", "--strategies", "ddp,deepspeed:stage=3", "--steps", "3", "--repeats", "1")
     assert code == 0
     assert report["summary"] == "2 strategies: 2 parity"
     [side] = report["sides"]
     plain = side["baseline"]["distances"]
     assert 0 < plain["weights"] < 1e-4
     for row in report["rows"]:
-        assert (row["verdict"], row["before"]["runs"], row["before"]["repeatable"]) == ("parity", 2, True)
+        assert (row["verdict"], row["before"]["runs"]) == ("parity", 1)
         for name, limit in (("loss", 1e-6), ("gradient_norm", 1e-5), ("weights", 1e-4)):
             assert 0 <= row["before"]["distances"][name] < limit
     # Under shardkit DDP computes what DDP by itself does.
