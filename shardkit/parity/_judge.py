@@ -154,12 +154,13 @@ def pair_row(strategy: str, control: bool, before: Measured, after: Measured, ve
     elif found.verdict == "round-off":
         verdict, reason = "round-off", "the last bits differ, as by another order of additions"
     else:
-        told = [one.sentence for one in found.diagnoses[:1]]
+        # Settings that changed are told beside it in any case.
+        told = [one.sentence for one in found.diagnoses if one.name != "configuration"][:1]
         verdict, reason = "different", told[0] if told else _parted(found)
     if changed and verdict in ("same", "round-off"):
-        names = ", ".join(f"{one.what} {one.a!r} -> {one.b!r}" for one in changed[:2])
-        more = f" and {len(changed) - 2} more" if len(changed) > 2 else ""
-        verdict, reason = "different", f"{reason}, but settings changed: {names}{more}"
+        verdict, reason = "different", f"{reason}, but settings changed: {_listed(changed)}"
+    elif changed and not races:
+        reason = f"{reason}; settings changed: {_listed(changed)}"
     return Row(
         strategy,
         control,
@@ -194,6 +195,11 @@ def changed_settings(before: Measured, after: Measured) -> list[Difference]:
         for name in old
         if name in new and old[name] != new[name]
     ]
+
+
+def _listed(changed: Sequence[Difference]) -> str:
+    told = ", ".join(f"{one.what} {one.a!r} -> {one.b!r}" for one in changed[:2])
+    return told + (f" and {len(changed) - 2} more" if len(changed) > 2 else "")
 
 
 def _failed(before: Failure | None, after: Failure | None, versions: Sequence[str]) -> tuple[str, str]:
