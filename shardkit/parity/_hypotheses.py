@@ -19,6 +19,9 @@ _MOMENTA = (0.9, 0.95, 0.99, 0.5, 0.8)
 
 _LOWEST = 1e-3
 """The lowest limit that is looked for, as a share of the smallest gradient norm."""
+_SHARP = 1.01
+"""By what factor another limit must not fit as well, for one to be told as a number and not as about one."""
+
 _POINTS = 12
 """How many limits are tried for each factor of ten, before the best is refined."""
 
@@ -86,11 +89,12 @@ def solved(replay: Replay, rule: Rule) -> Hypothesis | None:
         trial = _clipped(rule, limit)
     if not replay.fits(trial.rule):
         return None
-    if not replay.fits(_clipped(rule, limit / 2).rule):
+    if not any(replay.fits(_clipped(rule, limit * factor).rule) for factor in (1 / _SHARP, _SHARP)):
         return trial
     # The optimizer sees little of a constant factor: any limit below all norms does about the same.
     most = rounded(min(norms))
-    if miss(math.log10(limit)) < 0.1 * miss(math.log10(limit / 2)):
+    near = not replay.fits(_clipped(rule, limit / 2).rule)
+    if near or miss(math.log10(limit)) < 0.1 * miss(math.log10(limit / 2)):
         words = f"its gradients are clipped, to a norm of about {limit:.2g}"
         return trial._replace(words=words, evidence={"max_norm about": float(f"{limit:.2g}"), "max_norm at most": most})
     return trial._replace(
