@@ -41,10 +41,10 @@ def test_a_backend_that_is_wrong_is_not_at_parity(tmp_path: Path, monkeypatch: p
     site = tmp_path / "site"
     site.mkdir()
     # This version adds gradients up and divides by nothing.
-    toy.make(tmp_path / "index", site, installed="1.3")
+    toy.make(tmp_path / "index", site, installed="2.0")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
     monkeypatch.syspath_prepend(site)
-    code, report = run("mlp", "--strategies", "ddp,toy", "--steps", "3", "--repeats", "1")
+    code, report = run("mlp", "--strategies", "ddp,toy:mode=sum", "--steps", "3", "--repeats", "1")
     assert code == 1
     right, wrong = report["rows"]
     assert (right["verdict"], wrong["verdict"]) == ("parity", "no parity")

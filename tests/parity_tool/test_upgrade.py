@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from shardkit.cli import main
 from tests.parity_tool import toy
 
-SIZES = ["--steps", "3", "--repeats", "2", "--timeout", "25"]
+SIZES = ["--workload", "mlp", "--steps", "3", "--repeats", "1", "--timeout", "25"]
+ONE = ["--strategies", "toy:mode=same", "--no-probe"]
 
 
 @pytest.fixture(scope="module")
@@ -39,36 +41,113 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    """One upgrade to the version that has all faults, as JSON; its files are in the folder."""
+    code, found = upgraded("installed", "2.0", "--output", str(folder / "report"))
+    assert code == found["exit_code"] == 1
+    return found
+
+
 def shardkit(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["parity", *arguments])
 
 
 def upgraded(before: str, after: str, *more: str) -> tuple[int, dict[str, Any]]:
-    done = shardkit("upgrade", f"toylib=={before}", f"toylib=={after}", "--workload", "mlp", *SIZES, "--json", *more)
+    done = shardkit("upgrade", f"toylib=={before}", f"toylib=={after}", *SIZES, "--json", *more)
     assert done.exception is None or isinstance(done.exception, SystemExit), done.output
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_a_version_that_changes_nothing_is_the_same(folder: Path) -> None:
-    code, report = upgraded("installed", "1.1")
-    [row] = report["rows"]
-    assert (code, row["verdict"], row["strategy"]) == (0, "same", "toy")
-    assert [side["versions"]["toylib"] for side in report["sides"]] == ["1.0", "1.1"]
+def row_of(report: dict[str, Any], mode: str) -> dict[str, Any]:
+    [found] = [row for row in report["rows"] if row["strategy"] == f"toy:mode={mode}"]
+    return found
 
 
-def test_a_default_that_changed_is_named_with_both_values(folder: Path) -> None:
-    code, report = upgraded("1.1", "1.2")
-    [row] = report["rows"]
-    assert (code, row["verdict"]) == (1, "different")
-    assert [(one["what"], one["a"], one["b"]) for one in row["changed"]] == [("Averager.bucket", 16, 32)]
+def test_the_sides_tell_their_versions(report: dict[str, Any]) -> None:
+    assert [side["versions"]["toylib"] for side in report["sides"]] == ["1.0", "2.0"]
+    assert [side["versions"]["torch"] for side in report["sides"]] == [torch.__version__] * 2
 
 
-def test_a_sum_in_place_of_a_mean_is_named(folder: Path) -> None:
-    code, report = upgraded("1.0", "1.3")
-    [row] = report["rows"]
-    assert (code, row["verdict"]) == (1, "different")
+def test_what_changes_nothing_is_the_same(report: dict[str, Any]) -> None:
+    row = row_of(report, "same")
+    assert (row["verdict"], row["changed"]) == ("same", [])
+    assert row["before"]["parity"]
+    assert row["after"]["parity"]
+
+
+def test_a_default_that_changed_is_named_with_both_values(report: dict[str, Any]) -> None:
+    row = row_of(report, "default")
+    assert row["verdict"] == "different"
+    assert [(one["what"], one["a"], one["b"]) for one in row["changed"]] == [("Default.bucket", 16, 32)]
+    assert "Default.bucket 16 -> 32" in row["reason"]
+
+
+def test_a_sum_in_place_of_a_mean_is_named(report: dict[str, Any]) -> None:
+    row = row_of(report, "sum")
+    assert row["verdict"] == "different"
     assert row["comparison"]["diagnoses"][0]["name"] == "world size"
     assert row["comparison"]["parting"]["quantity"] == "gradient"
+    assert "the gradients of the run after are the run before's times" in row["reason"]
+    assert row["before"]["parity"]
+    assert not row["after"]["parity"]
+
+
+def test_a_run_that_differs_from_itself_is_a_race(report: dict[str, Any]) -> None:
+    row = row_of(report, "race")
+    assert row["verdict"] == "different"
+    assert row["before"]["repeatable"]
+    assert not row["after"]["repeatable"]
+    assert "race" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "stage", "words"), [("crash", "crash", "SIGSEGV"), ("error", "error", "ValueError: no such bucket")]
+)
+def test_a_run_that_fails_is_a_row_that_says_how(report: dict[str, Any], mode: str, stage: str, words: str) -> None:
+    row = row_of(report, mode)
+    assert row["verdict"] == "could not run"
+    assert row["before"]["runs"] == 1
+    assert row["after"]["failure"]["stage"] == stage
+    assert words in row["after"]["failure"]["headline"]
+    assert row["reason"].startswith("after: ")
+
+
+def test_the_reports_are_written(report: dict[str, Any], folder: Path) -> None:
+    assert json.loads((folder / "report/report.json").read_text())["rows"] == report["rows"]
+    cases = xml.etree.ElementTree.parse(folder / "report/report.xml").getroot().iter("testcase")
+    assert any("toy:mode=race" in (case.get("name") or "") for case in cases)
+    assert "<svg" in (folder / "report/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "words"),
+    [
+        ("9.9", "install", "9.9"),
+        ("1.2", "import", "SystemExit"),
+        pytest.param("3.0", "import", "took over", marks=pytest.mark.slow),
+    ],
+)
+def test_a_version_that_cant_be_had_is_a_row_that_says_how(folder: Path, version: str, stage: str, words: str) -> None:
+    code, report = upgraded("1.0", version, *ONE)
+    row = row_of(report, "same")
+    assert (code, row["verdict"]) == (2, "could not run")
+    assert row["before"]["runs"] == 1
+    assert row["after"]["failure"]["stage"] == stage
+    assert words in row["after"]["failure"]["headline"]
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_given_up_and_the_rest_still_runs(folder: Path) -> None:
+    code, report = upgraded("1.0", "2.0", "--strategies", "toy:mode=hang,toy:mode=same", "--no-probe")
+    assert code == 2
+    assert row_of(report, "hang")["after"]["failure"]["stage"] == "timeout"
+    assert row_of(report, "same")["verdict"] == "same"
+
+
+def test_a_version_that_changes_nothing_is_told_so_by_the_exit_code(folder: Path) -> None:
+    code, report = upgraded("1.0", "1.1", *ONE)
+    assert (code, row_of(report, "same")["verdict"]) == (0, "same")
 
 
 _LOOP = """
@@ -85,10 +164,11 @@ def train(strategy, record):
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_upgraded_too(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
     workload = ["--workload", f"{tmp_path / 'loop.py'}:train", "--repeats", "1", "--no-probe", "--json"]
-    done = shardkit("upgrade", "toylib==1.0", "toylib==1.3", *workload)
+    done = shardkit("upgrade", "toylib==1.0", "toylib==2.0", *workload, "--strategies", "toy:mode=sum")
     report = json.loads(done.stdout)
     [row] = report["rows"]
     assert (done.exit_code, row["verdict"]) == (1, "different")
@@ -96,67 +176,25 @@ def test_a_loop_of_ones_own_is_upgraded_too(folder: Path, tmp_path: Path) -> Non
     assert [side["baseline"] for side in report["sides"]] == [None, None]
 
 
-def test_a_run_that_differs_from_itself_is_a_race(folder: Path) -> None:
-    code, report = upgraded("1.0", "1.7")
-    [row] = report["rows"]
-    assert (code, row["verdict"]) == (1, "different")
-    assert row["before"]["repeatable"]
-    assert not row["after"]["repeatable"]
-    assert "race" in row["reason"]
-
-
-@pytest.mark.parametrize(
-    ("version", "stage", "words"),
-    [
-        ("9.9", "install", "9.9"),
-        ("1.4", "import", "SystemExit"),
-        ("1.6", "crash", "SIGSEGV"),
-        ("1.8", "error", "ValueError: no such bucket"),
-        pytest.param("3.0", "timeout", "did not end within", marks=pytest.mark.slow),
-        pytest.param("3.1", "import", "took over", marks=pytest.mark.slow),
-    ],
-)
-def test_a_version_that_cant_run_is_a_row_that_says_how(folder: Path, version: str, stage: str, words: str) -> None:
-    code, report = upgraded("1.0", version)
-    [row] = report["rows"]
-    assert (code, row["verdict"]) == (2, "could not run")
-    assert row["before"]["runs"] == 2
-    assert row["after"]["failure"]["stage"] == stage
-    assert words in row["after"]["failure"]["headline"]
-    assert "after" in row["reason"]
-
-
-def test_the_reports_are_written(folder: Path, tmp_path: Path) -> None:
-    upgraded("1.0", "1.3", "--output", str(tmp_path / "report"))
-    assert json.loads((tmp_path / "report/report.json").read_text())["exit_code"] == 1
-    cases = xml.etree.ElementTree.parse(tmp_path / "report/report.xml").getroot().iter("testcase")
-    assert any("toy" in (case.get("name") or "") for case in cases)
-    assert (
-        "<svg" in (tmp_path / "report/report.html").read_text()
-        or "base64" in (tmp_path / "report/report.html").read_text()
-    )
-
-
 def test_a_bisection_finds_the_first_that_differs_and_skips_what_cant_run(folder: Path) -> None:
-    done = shardkit(
-        "bisect", "toylib", "--good", "1.0", "--bad", "2.1", "--workload", "mlp", *SIZES[:2], "--repeats", "1", "--json"
-    )
+    arguments = ["--good", "1.0", "--bad", "2.0", "--strategies", "toy:mode=sum", "--no-probe", *SIZES, "--json"]
+    done = shardkit("bisect", "toylib", *arguments)
     found = json.loads(done.stdout)
-    # Between them lie some that can't run; 1.2 has another setting, which is the first difference.
-    assert (done.exit_code, found["first"], found["last_same"]) == (0, "1.2", "1.1")
+    assert (done.exit_code, found["first"], found["last_same"], found["skipped"]) == (0, "2.0", "1.1", ["1.2"])
 
 
+@pytest.mark.slow
 def test_a_bisection_between_equal_versions_says_that_there_is_nothing(folder: Path) -> None:
-    done = shardkit("bisect", "toylib", "--good", "1.0", "--bad", "1.1", "--workload", "mlp", *SIZES, "--json")
+    done = shardkit("bisect", "toylib", "--good", "1.0", "--bad", "1.1", *ONE, *SIZES, "--json")
     found = json.loads(done.stdout)
     assert (done.exit_code, found["first"]) == (1, None)
 
 
 def test_an_interrupted_upgrade_leaves_no_process(folder: Path) -> None:
-    command = [sys.executable, "-m", "shardkit", "parity", "upgrade", "toylib==1.0", "toylib==3.0"]
+    command = [sys.executable, "-m", "shardkit", "parity", "upgrade", "toylib==1.0", "toylib==2.0"]
     marker = f"toy-{time.time_ns()}"
     process = subprocess.Popen(
-        [*command, "--workload", "mlp", "--steps", "3"],
+        [*command, "--workload", "mlp", "--steps", "3", "--strategies", "toy:mode=hang"],
         env={**os.environ, "TOY_MARKER": marker},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -165,7 +203,7 @@ def test_an_interrupted_upgrade_leaves_no_process(folder: Path) -> None:
     with process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "before: toy: done" in line:
+            if "before: toy:mode=hang: done" in line:
                 break
         time.sleep(1)
         process.terminate()

@@ -1,8 +1,7 @@
-"""A third party's backend with no code for the parity tools, over a library that comes in many versions."""
+"""A third party's backend with no code for the parity tools, over a library that has a fault for each of its modes."""
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 from tests.parity_tool.packages import install, wheel
@@ -11,24 +10,56 @@ _LIBRARY = """
 import os, signal, sys, time
 import torch.distributed as dist
 
-__version__ = "{version}"
+__version__ = {version!r}
+FAULTY = {faulty}
 {start}
 
 class Averager:
-    def __init__(self, bucket={bucket}, overlap=False):
-        self.bucket, self.overlap, self.calls = bucket, overlap, 0
+    def __init__(self, bucket=16, overlap=False):
+        self.bucket, self.overlap = bucket, overlap
 
     def average(self, gradient):
-        self.calls += 1
-        {before}
         dist.all_reduce(gradient)
-        gradient.div_({divisor})
-        {after}
+        gradient.div_(dist.get_world_size())
+
+class Default(Averager):
+    def __init__(self, bucket=32 if FAULTY else 16, overlap=False):
+        super().__init__(bucket, overlap)
+
+class Sum(Averager):
+    def average(self, gradient):
+        dist.all_reduce(gradient)
+
+class Race(Averager):
+    def average(self, gradient):
+        super().average(gradient)
+        gradient.mul_(1 + os.urandom(1)[0] / 1000)
+
+class Crash(Averager):
+    def average(self, gradient):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Error(Averager):
+    def average(self, gradient):
+        raise ValueError("no such bucket")
+
+class Hang(Averager):
+    def average(self, gradient):
+        time.sleep(1000)
+
+def averager(mode):
+    kind = globals()[mode.capitalize()] if mode != "same" else Averager
+    return kind() if FAULTY or mode == "default" else Averager()
 """
 
 _PLUGIN = """
-import torch.distributed as dist
-from shardkit import Backend, Engine, Update, Variant, hookimpl
+from dataclasses import dataclass
+from shardkit import Backend, Engine, Update, Variant, hookimpl, option
+
+
+@dataclass(frozen=True)
+class ToyOptions:
+    mode: str = option("same", "which of the library's averagers")
 
 
 class ToyEngine(Engine):
@@ -59,7 +90,11 @@ def shardkit_describe():
         summary="averages gradients, one by one",
         library="toylib",
         requires="toylib>=1.0",
-        variants=(Variant(strategy="toy", summary="averages gradients, one by one"),),
+        options=ToyOptions,
+        variants=tuple(
+            Variant(strategy=f"toy:mode={mode}", summary="averages gradients, one by one")
+            for mode in ("same", "default", "sum", "race", "crash", "error")
+        ),
     )
 
 
@@ -67,32 +102,23 @@ def shardkit_describe():
 def shardkit_prepare(model, optimizer, strategy, options):
     import toylib
 
-    return ToyEngine(model, optimizer, toylib.Averager())
+    return ToyEngine(model, optimizer, toylib.averager(options.mode))
 """
 
-# Each version, and what is other in it than in 1.0.
-VERSIONS: dict[str, dict[str, str]] = {
-    "1.0": {},
-    "1.1": {},
-    "1.2": {"bucket": "32"},
-    "1.3": {"divisor": "1"},
-    "1.4": {"start": "raise SystemExit('pip install something')"},
-    "1.6": {"before": "os.kill(os.getpid(), signal.SIGSEGV)"},
-    "1.7": {"after": "gradient.mul_(1 + os.urandom(1)[0] / 1000)"},
-    "1.8": {"before": "raise ValueError('no such bucket')"},
-    "1.9": {},
-    "2.0": {"divisor": "dist.get_world_size() ** 0.5"},
-    "2.1": {"divisor": "dist.get_world_size() ** 0.5"},
-    "3.0": {"before": "time.sleep(1000)"},
-    "3.1": {"start": "time.sleep(1000)"},
+# Whether each version has the faults of its modes, and what it does when it is imported.
+VERSIONS = {
+    "1.0": (False, ""),
+    "1.1": (False, ""),
+    "1.2": (False, "raise SystemExit('pip install something')"),
+    "2.0": (True, ""),
+    "3.0": (True, "time.sleep(1000)"),
 }
 
 
 def make(index: Path, site: Path, *, installed: str = "1.0") -> None:
-    """Put all versions of the library into a folder that pip installs from, the plugin and one of them into another."""
-    plain = {"start": "", "bucket": "16", "before": "pass", "divisor": "dist.get_world_size()", "after": "pass"}
-    for version, other in VERSIONS.items():
-        code = textwrap.dedent(_LIBRARY).format(version=version, **{**plain, **other})
+    """Put all versions of the library into a folder that pip installs from, and one and the plugin into another."""
+    for version, (faulty, start) in VERSIONS.items():
+        code = _LIBRARY.format(version=version, faulty=faulty, start=start)
         made = wheel(index, "toylib", version, files={"toylib/__init__.py": code})
         if version == installed:
             install(made, site)
