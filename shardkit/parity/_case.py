@@ -31,7 +31,8 @@ class Case:
         self.itself = itself
         self.differences: list[Difference] = differences(pair)
         self.bound = Bound(pair, itself)
-        self.rules: tuple[Rule | None, Rule | None] = told(pair.a), told(pair.b)
+        # Without sketches there is nothing to replay.
+        self.rules: tuple[Rule | None, Rule | None] = (told(pair.a), told(pair.b)) if pair.detailed else (None, None)
         self.first_bit: Parting | None
         self.parting: Parting | None
         self.first_bit, self.parting = partings(pair, self.bound, self._moved_otherwise)

@@ -20,6 +20,9 @@ _CAUSES = (
     _causes_update.updates,
 )
 
+_OF_LOSSES = (_causes_run.races, _causes_run.data, _causes_run.start, _causes_run.skips, _causes_run.schedules)
+"""Those that need nothing of single parameters."""
+
 NAMES = (
     "accumulation",
     "clipping acted",
@@ -49,9 +52,16 @@ def diagnose(case: Case) -> list[Diagnosis]:
     if case.parting is None:
         return list(_causes_run.races(case))
     found: dict[str, Diagnosis] = {}
-    for cause in _CAUSES:
+    for cause in _CAUSES if case.pair.detailed else _OF_LOSSES:
         for diagnosis in cause(case):
-            found.setdefault(diagnosis.name, diagnosis)
+            if not any(_same_factor(diagnosis, other) for other in found.values()):
+                found.setdefault(diagnosis.name, diagnosis)
     if not found:
         found = {diagnosis.name: diagnosis for diagnosis in _causes_run.settings(case)}
     return list(found.values())
+
+
+def _same_factor(one: Diagnosis, other: Diagnosis) -> bool:
+    """Return whether two are readings of one factor, each of which names the other."""
+    factors = one.evidence.get("factor"), other.evidence.get("factor")
+    return factors[0] is not None and factors[0] == factors[1]

@@ -59,7 +59,7 @@ def measured(
     return Measured(
         failure,
         runs=len(runs),
-        repeatable=not apart,
+        repeatable=not apart if max(len(runs), len(quick)) > 1 else None,
         self_comparison=max(apart, key=lambda one: _size(one.final_weights)) if apart else None,
         distances=worst,
         parity=None if worst is None or baseline is None else at_parity(worst, baseline),
@@ -127,14 +127,14 @@ def single_row(strategy: str, control: bool, found: Measured, baseline: Distance
 def _single_verdict(found: Measured, baseline: Distances | None) -> tuple[str, str]:
     if found.failure is not None:
         return ("refused" if found.failure.stage == "refused" else "could not run"), found.failure.headline
-    if not found.repeatable and _apart(found):
+    if found.repeatable is False and _apart(found):
         return "no parity", "it differs from itself in another process: a race"
     if found.distances is None or baseline is None:
         return "unjudged", "there is no reference to hold it against"
     times = ratio(found.distances, baseline)
     if times > FACTOR:
         return "no parity", f"it is {times:.3g} times as far from float64 as the baseline; at most {FACTOR:g} is parity"
-    return "parity", "" if found.repeatable else "its last bits differ from run to run"
+    return "parity", "" if found.repeatable is not False else "its last bits differ from run to run"
 
 
 def pair_row(strategy: str, control: bool, before: Measured, after: Measured, versions: Sequence[str]) -> Row:
@@ -146,7 +146,7 @@ def pair_row(strategy: str, control: bool, before: Measured, after: Measured, ve
     assert before.trace is not None
     assert after.trace is not None
     found = _told_of_sides(compare(before.trace, after.trace))
-    races = [name for name, side in (("before", before), ("after", after)) if not side.repeatable and _apart(side)]
+    races = [name for name, side in (("before", before), ("after", after)) if side.repeatable is False and _apart(side)]
     if races:
         verdict, reason = "different", f"it differs from itself {' and '.join(races)}: a race"
     elif found.verdict == "identical":

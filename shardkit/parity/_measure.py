@@ -81,6 +81,9 @@ def measure(
     race that a slow model or a recording hides shows there.
     """
     able = [side for side in sides if side.runner is not None]
+    if len(able) < len(sides):
+        # There is nothing to compare: it is enough to see that the rest runs.
+        repeats, probe = 1, False
     probed_runs = _PROBES * len(arms) if probe else 0
     listener.plan(len(able) * ((0 if is_loop else 1 + repeats) + repeats * len(arms) + probed_runs))
     outcomes: dict[tuple[str, Arm | None], list[Ran | Failure]] = {}
@@ -88,6 +91,8 @@ def measure(
     def run(side: Side, kind: str, arm: Arm | None = None, work: Work = work, detail: str = "sketch") -> Ran | Failure:
         assert side.runner is not None
         name = f"{side.name}: {arm or kind}" if len(sides) > 1 else str(arm or kind)
+        if detail == "losses":
+            name += " (probe)"
         listener.begin(name, None if is_loop and detail == "sketch" else work.steps)
         found = side.runner.run(
             work,

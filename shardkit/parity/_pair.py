@@ -31,7 +31,13 @@ class Pair:
         self._exact = a.facts.get("strategy") == b.facts.get("strategy") and a.ranks == b.ranks
         order = [b.parameters.index(name) for name in self.names]
         self._gradients = _aligned(a.gradients[: self.steps], b.gradients[: self.steps][:, :, order])
-        self._weights = _aligned(a.weights[: self.steps + 1], b.weights[: self.steps + 1][:, :, order])
+        weights = _aligned(a.weights[: self.steps + 1], b.weights[: self.steps + 1][:, :, order])
+        self.detailed = "losses" not in (a.facts.get("detail"), b.facts.get("detail"))
+        """Whether both recorded anything of single parameters; if not, what only one has counts for nothing."""
+        if not self.detailed:
+            self._gradients = _aligned(*(torch.full_like(value, ABSENT) for value in self._gradients))
+        unknown = (weights[0][..., SQUARE] == ABSENT) | (weights[1][..., SQUARE] == ABSENT)
+        self._weights = tuple(value.masked_fill(unknown.unsqueeze(-1), 0.0) for value in weights)
 
     @cached_property
     def loss(self) -> tuple[Tensor, Tensor]:
@@ -74,8 +80,9 @@ class Pair:
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """``(S + 1, R, P, WIDTH)`` of each, of as many ranks."""
-        return self._weights
+        """``(S + 1, R, P, WIDTH)`` of each, of as many ranks; 0 where one of the two didn't record it."""
+        one, other = self._weights
+        return one, other
 
     @cached_property
     def weight_norms(self) -> tuple[Tensor, Tensor]:
@@ -102,7 +109,13 @@ class Pair:
 
     def _apart(self, one: Tensor, other: Tensor) -> Tensor:
         difference = other - one
-        apart = torch.maximum(norm_of_sums(difference[..., SUMS]), difference[..., ELEMENTS].square().sum(-1).sqrt())
+        sums = norm_of_sums(difference[..., SUMS])
+        # What the sketch makes of the two themselves, whose norms are known, is what it makes of their difference, if
+        # that is a multiple of them.
+        known = one[..., SQUARE] + other[..., SQUARE]
+        told = norm_of_sums(one[..., SUMS]).square() + norm_of_sums(other[..., SUMS]).square()
+        sums = torch.where(told > 0, sums * (known / told).sqrt().clamp(0.5, 2.0), sums)
+        apart = torch.maximum(sums, difference[..., ELEMENTS].square().sum(-1).sqrt())
         if not self._exact:
             apart = torch.where(apart <= _SUMMED * one[..., SQUARE].sqrt(), 0.0, apart)
         # Infinities and NaN have no distance: a step that both left out for them is the same.

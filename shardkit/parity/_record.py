@@ -99,7 +99,9 @@ class Recording:
         self._groups = optimizer.param_groups
         self._nothing = _absent()
         self._facts = facts_of(session, self._shapes)
-        self._weights = [self._sketched_weights()]
+        self._facts["detail"] = detail
+        # Before the first step, and at the end, nothing can be hidden.
+        self._weights = [self._stacked(self._shares.weights())]
         self._hook = session.model.register_forward_pre_hook(self._seen, with_kwargs=True)
         self._step, self._close = session.step, session.close
         # On the instance, so that a session that isn't recorded has nothing of this on its step's path.
@@ -135,6 +137,8 @@ class Recording:
         if not self._steps:
             raise TraceError("no step was recorded: call session.step() within the recording's context")
         self._session._processes.meet("the end of the recording")
+        if not self._sketches:
+            self._weights[-1] = self._stacked(self._shares.weights())
         weights = self._session.full_weights()
         self._write(self._joined(), weights)
 

@@ -105,7 +105,10 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        return {"identical": 0, "round-off": 0, "different": 1, "incomparable": 2}[self.verdict]
+        """0 if the runs are the same but for round-off, 1 if they differ; 2 if they can't be compared, or one has more
+        steps than the other and those that both have are the same."""
+        code = {"identical": 0, "round-off": 0, "different": 1, "incomparable": 2}[self.verdict]
+        return 2 if code == 0 and len(self.loss_a) != len(self.loss_b) else code
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,8 @@ class Measured:
 
     failure: Failure | None = None
     runs: int = 0
-    repeatable: bool = True
-    """Whether all runs are the same to the last bit."""
+    repeatable: bool | None = None
+    """Whether equal runs are the same to the last bit; None where there was but one."""
     self_comparison: Comparison | None = None
     """Of two runs that aren't the same: the pair that is furthest apart."""
     distances: Distances | None = None

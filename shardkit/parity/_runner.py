@@ -125,7 +125,7 @@ class Runner:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.parity._serve"],
-                env={**os.environ, **self._variables},
+                env={**os.environ, **self._variables, **self._temporary()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -134,6 +134,14 @@ class Runner:
             )
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
+
+    def _temporary(self) -> dict[str, str]:
+        """Have what is killed leave its temporary files where they go with the rest.
+
+        A socket among them has no room for a long path.
+        """
+        folder = self._folder.name
+        return {"TMPDIR": folder} if len(folder) < 60 else {}
 
     def _answer(self, task: Task, timeout: float, progress: Callable[[int], None] | None) -> Any:
         assert self._process is not None

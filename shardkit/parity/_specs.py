@@ -41,7 +41,7 @@ class Specs:
 
 
 def parse_specs(text: str) -> Specs:
-    """Read one side, such as ``"torch==2.13.0,numpy==installed"``; a bare name means the installed version.
+    """Read one side, such as ``"torch==2.13.0,numpy==installed"``.
 
     Raises:
         InputError: nothing is named, a package twice, or one that isn't installed as installed; a version isn't one;
@@ -104,7 +104,11 @@ def _spec(entry: str) -> Spec:
     name = check_name(written)
     if name == "shardkit":
         raise InputError(f"{entry!r}: shardkit is what compares; it can't be one of the packages that differ")
-    if operator == "" or version == "installed":
+    if operator == "":
+        raise InputError(
+            f"{entry!r} says no version: write {name}==version, or {name}==installed for the one that is there"
+        )
+    if version == "installed":
         found = installed_version(name)
         if found is None:
             raise InputError(f"{name} isn't installed, so say which version: {name}==version")

@@ -110,4 +110,5 @@ def summary(rows: Sequence[Row]) -> str:
     counts = {
         verdict: sum(row.verdict == verdict for row in rows) for verdict in dict.fromkeys(r.verdict for r in rows)
     }
-    return f"{len(rows)} strategies: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    noun = "strategy" if len(rows) == 1 else "strategies"
+    return f"{len(rows)} {noun}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -17,7 +17,7 @@ from shardkit import _registry
 from shardkit._prepare import overriding, prepare, resolve
 from shardkit._session import Session
 from shardkit._strategy import Strategy
-from shardkit.errors import InputError, ShardkitError
+from shardkit.errors import InputError, NonFiniteError, ShardkitError
 from shardkit.parity import _plain
 from shardkit.parity._loop import run_loop
 from shardkit.parity._record import Recording, record
@@ -54,6 +54,9 @@ def run_task(task: Task) -> Told:
             return Told()
         with overriding(control=task.control, any_version=task.any_version):
             return _run_loop(task, function) if is_loop else _run_workload(task, function)
+    except NonFiniteError:
+        # Nothing is refused: the work itself diverged.
+        raise
     except ShardkitError as refusal:
         return Told(refusal=f"{type(refusal).__name__}: {refusal}")
     finally:

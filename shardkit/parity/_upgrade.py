@@ -155,7 +155,8 @@ def summary(rows: Sequence[Row], before: Specs, after: Specs) -> str:
         "refused": "are refused under both",
     }
     parts = [f"{count[verdict]} {words}" for verdict, words in told.items() if count.get(verdict)]
-    return f"{before} -> {after}: of {len(rows)} runs {', '.join(parts)}"
+    noun = "run" if len(rows) == 1 else "runs"
+    return f"{before} -> {after}: of {len(rows)} {noun} {', '.join(parts)}"
 
 
 def check_repeats(repeats: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from shardkit._strategy import Strategy
 from shardkit.errors import InputError
 from shardkit.workloads import _find
 
@@ -35,9 +36,11 @@ class Work:
 
     def __post_init__(self) -> None:
         sizes = {"steps": self.steps, "processes": self.processes, "batch size": self.batch_size}
-        for name, count in {**sizes, "accumulate": self.accumulate}.items():
+        for name, count in sizes.items():
             if count < 1:
                 raise InputError(f"{name} is at least 1, not {count}")
+        # It checks the rest.
+        Strategy("any", accumulate=self.accumulate, max_grad_norm=self.max_grad_norm, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -104,5 +107,7 @@ def resolved(work: Work) -> tuple[Work, bool]:
     if device == "auto":
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= work.processes
         device = "cuda" if enough else "cpu"
+    elif device != "cpu" and not torch.cuda.is_available():
+        raise InputError(f"there is no device {device!r} on this machine: torch sees none; leave it out, or use cpu")
     _, is_loop = function_of(target)
     return replace(work, target=target, device=device), is_loop

@@ -275,7 +275,7 @@ def upgrade(
 
     Exit code: 0 if nothing differs, 1 if something does, 2 if something could not run.
 
-    Example: shardkit parity upgrade deepspeed==0.18.9 deepspeed==installed --output report
+    Example: shardkit parity upgrade deepspeed==0.19.2 deepspeed==installed --output report
     """
     from shardkit.parity import _upgrade
     from shardkit.parity.outputs import write
@@ -331,7 +331,7 @@ def bisect(
 
     Exit code: 0 if the version is found, 1 if good and bad don't differ, 2 if one of them could not run.
 
-    Example: shardkit parity bisect deepspeed --good 0.18.9 --bad 0.19.8 --strategies deepspeed:stage=2
+    Example: shardkit parity bisect deepspeed --good 0.19.0 --bad 0.19.8 --strategies deepspeed:stage=2
     """
     from shardkit.parity import _bisect
     from shardkit.parity.outputs import write

@@ -36,6 +36,8 @@ STAGES = {
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _MOST_TEXT = 200_000
+NO_CAUSE = "None of the known causes explains the numbers; where they part, and how that grows, is below."
+
 _KINDS = (
     "model",
     "length",
@@ -109,7 +111,7 @@ def times(ratio: float | None, spread: float | None = None) -> str:
     if ratio is None or math.isnan(ratio):
         return "-"
     shown = f"x{ratio:.2f}" if abs(ratio) < 100 else f"x{ratio:.0f}" if abs(ratio) < 1e6 else f"x{ratio:.1e}"
-    return shown if spread is None else f"{shown} ± {100 * spread:.2g} %"
+    return f"{shown} ± ?" if spread is None else f"{shown} ± {100 * spread:.2g} %"
 
 
 def ratio(own: float | None, base: float | None) -> float | None:
@@ -185,7 +187,10 @@ def _bare(held: Any) -> str:
 
 def verdict(found: Comparison) -> str:
     """Return what came of a comparison, in one line."""
-    steps = count(len(found.loss_a), "step")
+    lengths = len(found.loss_a), len(found.loss_b)
+    steps = count(min(lengths), "step")
+    if lengths[0] != lengths[1]:
+        steps = f"the {steps} that both have, of {lengths[0]} in a and {lengths[1]} in b"
     if found.verdict == "identical":
         return f"identical: every recorded bit is the same, over {steps}"
     if found.verdict == "round-off":
@@ -351,14 +356,14 @@ def names_of(found: Report) -> list[str]:
 
 def repeatable(measured: Measured | None) -> str:
     """Return whether the runs agree; unknown of a single run."""
-    if measured is None or measured.failure is not None or measured.runs < 2:
+    if measured is None or measured.failure is not None or measured.repeatable is None:
         return "-"
     return "yes" if measured.repeatable else "NO"
 
 
 def reasoned(row: Row) -> bool:
     """Return whether a row's reason says what neither its numbers nor its failure do."""
-    plain = row.verdict == "parity" and row.before.repeatable
+    plain = row.verdict == "parity" and row.before.repeatable is not False
     return bool(row.reason) and not plain and (row.before.failure is None or row.verdict == "refused")
 
 

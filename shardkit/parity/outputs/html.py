@@ -202,7 +202,7 @@ def _measured(measured: Measured | None, side: str, name: str, *, refused: bool)
                 f"gradient norm {_words.gap(own.gradient_norm)}, weights {_words.gap(own.weights)}."
             ]
         )
-    if not measured.repeatable:
+    if measured.repeatable is False:
         yield _paragraphs([f"Not repeatable in {side}: of {measured.runs} equal runs, some differ."])
         if measured.self_comparison is not None:
             inner = "\n".join(_comparison(measured.self_comparison, f"{name}-self", ("one run", "another run")))

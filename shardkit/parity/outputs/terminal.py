@@ -31,6 +31,8 @@ def _show_comparison(found: Comparison, console: Console) -> None:
     for told in [*_words.partings(found), _words.ends(found)]:
         if told:
             _say(console, told)
+    if found.verdict == "different" and not found.diagnoses:
+        _say(console, _words.NO_CAUSE)
     if found.diagnoses:
         _heading(console, "What the numbers say")
         for diagnosis in found.diagnoses:
