@@ -134,7 +134,8 @@ def measured(speed: float = 200.0, steps: int = 30, shift: float = 0.0, **other:
         "peak_memory": [3 * 2**20, 5 * 2**20],
         "trace": trace(curve(steps, shift)),
     }
-    return Measured(**(settings | other))
+    settings |= other
+    return Measured(**({"repeatable": True if settings["runs"] > 1 else None} | settings))
 
 
 def failed(stage: str, headline: str = "rank 1 raised RuntimeError: no such op", details: str = "") -> Measured:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.errors import InputError
 from shardkit.parity import Trace, compare
 from shardkit.parity._results import Comparison, Difference
-from shardkit.parity._sketch import SQUARE
+from shardkit.parity._sketch import ABSENT, SQUARE
+from shardkit.parity.outputs._words import verdict
 
 from .conftest import Load
 from .planted import STRATEGIES, kinds
@@ -294,3 +296,53 @@ def test_a_parameter_of_zeros_and_one_without_a_gradient_are_told_apart(trace: L
     assert found.verdict == "round-off"
     assert found.first_bit is not None
     assert (found.first_bit.quantity, found.first_bit.parameter) == ("gradient", "unused.weight")
+
+
+def test_traces_of_other_lengths_are_the_same_in_what_both_have_and_no_success(trace: Load) -> None:
+    whole = trace("sgd")
+    arrays = ("losses", "batches", "rates", "applied", "seconds", "gradients")
+    short = replace(
+        whole,
+        **{name: getattr(whole, name)[:2] for name in arrays},
+        weights=whole.weights[:3],
+        final_weights={},
+    )
+    found = compare(whole, short)
+    assert (found.verdict, found.exit_code) == ("identical", 2)
+    assert f"the 2 steps that both have, of {whole.steps} in a and 2 in b" in verdict(found)
+
+
+def test_a_repetition_of_something_else_is_refused(trace: Load) -> None:
+    with pytest.raises(InputError, match="again is another run of the same as a: its optimizer differs"):
+        compare(trace("sgd"), trace("sgd"), again=trace("adamw"))
+
+
+def test_traces_of_losses_alone_are_compared_by_what_they_hold(trace: Load) -> None:
+    whole = trace("sgd")
+    bare = replace(
+        whole,
+        facts=whole.facts | {"detail": "losses"},
+        gradients=torch.zeros_like(whole.gradients).index_fill(-1, torch.tensor(0), ABSENT),
+        weights=torch.cat(
+            [
+                whole.weights[:1],
+                torch.zeros_like(whole.weights[1:-1]).index_fill(-1, torch.tensor(0), ABSENT),
+                whole.weights[-1:],
+            ]
+        ),
+    )
+    assert compare(bare, bare).verdict == "identical"
+    mixed = compare(whole, bare)
+    assert (mixed.parting, mixed.diagnoses) == (None, [])
+    other = replace(bare, losses=bare.losses * 1.5)
+    assert compare(bare, other).verdict == "different"
+
+
+def test_the_gap_of_a_multiple_is_exact(trace: Load) -> None:
+    whole = trace("sgd")
+    twice = whole.gradients.clone()
+    twice[..., SQUARE] *= 4
+    twice[..., SQUARE + 1 :] *= 2
+    found = compare(whole, replace(whole, gradients=twice))
+    assert found.parting is not None
+    assert found.parting.relative == pytest.approx(1.0, rel=1e-6)

@@ -171,8 +171,9 @@ def upgrade(report: Report) -> Table:
     for row in report.rows:
         before, after = final_losses(row)
         losses = "-" if before is None and after is None else f"{_words.loss(before)}\n{_words.loss(after)}"
-        spread = None if row.speed_spread is None else f"± {100 * row.speed_spread:.2g} %"
-        speed = _words.times(row.speed_ratio) + (f"\n{spread}" if row.speed_ratio is not None and spread else "")
+        # Of one run on each side nobody knows what is noise.
+        spread = "± unknown" if row.speed_spread is None else f"± {100 * row.speed_spread:.2g} %"
+        speed = _words.times(row.speed_ratio) + (f"\n{spread}" if row.speed_ratio is not None else "")
         verdict = Cell(row.verdict, TONES.get(row.verdict, ""))
         memory = _words.times(row.memory_ratio)
         rows.append(_row(_words.strategy(row), verdict, _words.line(row.reason), losses, speed, memory))

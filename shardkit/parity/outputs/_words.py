@@ -111,7 +111,7 @@ def times(ratio: float | None, spread: float | None = None) -> str:
     if ratio is None or math.isnan(ratio):
         return "-"
     shown = f"x{ratio:.2f}" if abs(ratio) < 100 else f"x{ratio:.0f}" if abs(ratio) < 1e6 else f"x{ratio:.1e}"
-    return f"{shown} ± ?" if spread is None else f"{shown} ± {100 * spread:.2g} %"
+    return shown if spread is None else f"{shown} ± {100 * spread:.2g} %"
 
 
 def ratio(own: float | None, base: float | None) -> float | None:
