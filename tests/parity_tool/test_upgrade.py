@@ -44,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def report(folder: Path) -> dict[str, Any]:
     """One upgrade to the version that has all faults, as JSON; its files are in the folder."""
-    code, found = upgraded("installed", "2.0", "--output", str(folder / "report"))
+    # Twice without the probe, or once with it: a run that differs from itself shows in both.
+    how = ["--repeats", "2", "--no-probe", "--output", str(folder / "report")]
+    code, found = upgraded("installed", "2.0", *how)
     assert code == found["exit_code"] == 1
     return found
 
@@ -107,7 +109,7 @@ def test_a_run_that_differs_from_itself_is_a_race(report: dict[str, Any]) -> Non
 def test_a_run_that_fails_is_a_row_that_says_how(report: dict[str, Any], mode: str, stage: str, words: str) -> None:
     row = row_of(report, mode)
     assert row["verdict"] == "could not run"
-    assert row["before"]["runs"] == 1
+    assert row["before"]["runs"] == 2
     assert row["after"]["failure"]["stage"] == stage
     assert words in row["after"]["failure"]["headline"]
     assert row["reason"].startswith("after: ")
@@ -135,6 +137,15 @@ def test_a_version_that_cant_be_had_is_a_row_that_says_how(folder: Path, version
     assert row["before"]["runs"] == 1
     assert row["after"]["failure"]["stage"] == stage
     assert words in row["after"]["failure"]["headline"]
+
+
+@pytest.mark.slow
+def test_the_probe_finds_a_race_that_one_run_cant_show(folder: Path) -> None:
+    code, report = upgraded("1.1", "2.0", "--strategies", "toy:mode=race")
+    row = row_of(report, "race")
+    assert (code, row["verdict"], row["after"]["runs"]) == (1, "different", 1)
+    assert row["before"]["repeatable"]
+    assert not row["after"]["repeatable"]
 
 
 @pytest.mark.slow
