@@ -92,7 +92,7 @@ class Parity:
             # With the traceback of the rank that failed, where one did; that of this process says nothing more.
             pytest.fail(f"{self.strategy}: {type(error).__name__}: {error}", pytrace=False)
         good = ("identical",) if self.exact else ("identical", "round-off")
-        if found is not None and found.verdict not in good:
+        if found is not None and (found.verdict not in good or found.exit_code):
             asked = "exact=True asks for the same to the last bit\n" if found.verdict == "round-off" else ""
             pytest.fail(asked + as_text(found), pytrace=False)
         return found

@@ -13,6 +13,8 @@ import pytest
 import shardkit
 from shardkit import testing
 from shardkit.parity import Trace, pytest_plugin
+from shardkit.parity.pytest_plugin import Parity
+from tests.parity_tool import _made
 
 _LOOP = """
 import pytest, torch, shardkit
@@ -257,3 +259,12 @@ def test_tests_are_run_where_ranks_cant_import_their_file(
     monkeypatch.setattr("shardkit._launch.launch", shardkit.launch)
     code = _LOOP + "@pytest.mark.parity('ddp', processes=1)\ndef test_it(parity): assert parity.run(train).steps == 3"
     written(user, code, "--import-mode=importlib").assert_outcomes(passed=1)
+
+
+def test_a_run_that_ends_early_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = [3.0, 2.0, 1.5, 1.25]
+    _made.trace(losses).save(tmp_path / "whole.trace")
+    monkeypatch.setattr(Parity, "run", lambda self, loop, strategy=None: _made.trace(losses[:2]))
+    held = Parity("b", "a", tmp_path / "whole.trace", 1, 10.0, False, False, tmp_path, None)
+    with pytest.raises(pytest.fail.Exception, match="the 2 steps that both have, of 4 in a and 2 in b"):
+        held.check(lambda strategy, record: None)
