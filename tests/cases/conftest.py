@@ -7,7 +7,11 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave strategies that offload to the slow tests, but for stage 3's public cases: they share the stages' code."""
+    """Leave to the slow tests, of all but the public cases, those strategies whose code others run as well.
+
+    Strategies that offload share that of their stages, of which the public cases run the one that offloads most, and
+    stage 1 shares that of stage 2 but for when gradients are averaged, which the parity suite tests.
+    """
     from tests.cases._table import load_cases
 
     cases = load_cases()
@@ -15,5 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.originalname == "test_case":
             name, strategy = item.callspec.params["name"], item.callspec.params["strategy"]
             public = cases[name].__module__.endswith(".public")
-            if "offload" in strategy and not (public and "offload_parameters" in strategy):
+            shares = "offload" in strategy or strategy == "deepspeed:stage=1"
+            if shares and not (public and ("offload_parameters" in strategy or "offload" not in strategy)):
                 item.add_marker(pytest.mark.slow)
