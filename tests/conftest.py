@@ -19,6 +19,10 @@ _PARITY_OFFLOAD = "deepspeed:stage=2,offload_optimizer=cpu"
 """The one strategy with offload that the parity suite runs by default."""
 
 
+_LIKE_OTHERS = ("deepspeed:stage=0", "deepspeed:stage=1", "fairscale:shard=optimizer")
+"""Under these a load that is refused goes through nothing that it doesn't under the others."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave to the slow tests what shares its code with others, which show the same."""
@@ -37,6 +41,8 @@ def _has_others_for_it(item: pytest.Function) -> bool:
         if kept is not None and "cell" in params:
             return not any(strategy in kept for strategy in strategies)
         return bool(offloads) and (module in ("test_low_precision", "test_race") or _PARITY_OFFLOAD not in offloads)
+    if module == "test_misfits" and any(strategy in _LIKE_OTHERS for strategy in strategies):
+        return True
     return bool(offloads) and (folder == "checkpoints" or module == "test_sizes")
 
 

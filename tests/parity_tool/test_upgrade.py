@@ -156,6 +156,7 @@ def test_a_run_that_hangs_is_given_up_and_the_rest_still_runs(folder: Path) -> N
     assert row_of(report, "same")["verdict"] == "same"
 
 
+@pytest.mark.slow
 def test_a_version_that_changes_nothing_is_told_so_by_the_exit_code(folder: Path) -> None:
     code, report = upgraded("1.0", "1.1", *ONE)
     assert (code, row_of(report, "same")["verdict"]) == (0, "same")
@@ -201,6 +202,7 @@ def test_a_bisection_between_equal_versions_says_that_there_is_nothing(folder: P
     assert (done.exit_code, found["first"]) == (1, None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_upgrade_leaves_no_process(folder: Path) -> None:
     command = [sys.executable, "-m", "shardkit", "parity", "upgrade", "toylib==1.0", "toylib==2.0"]
     marker = f"toy-{time.time_ns()}"
