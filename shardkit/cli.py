@@ -17,6 +17,7 @@ from shardkit.parity.cli import parity
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from shardkit.tools.compare import Listener
 
@@ -324,16 +325,13 @@ def _bytes(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-@contextlib.contextmanager
-def _progress(steps: int) -> Iterator[Listener]:
-    """Show on stderr how far a comparison is: a bar on a terminal, a line for each trial elsewhere."""
+def steps_bar() -> Progress:
+    """Return a bar on stderr that counts steps or runs, and shows only on a terminal; its console prints anywhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from shardkit.tools.compare import Listener, Row
-
     console = Console(stderr=True)
-    bar = Progress(
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -342,6 +340,15 @@ def _progress(steps: int) -> Iterator[Listener]:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Listener]:
+    """Show on stderr how far a comparison is: a bar on a terminal, a line for each trial elsewhere."""
+    from shardkit.tools.compare import Listener, Row
+
+    bar = steps_bar()
+    console = bar.console
 
     class Printed(Listener):
         def begin(self, name: str) -> None:

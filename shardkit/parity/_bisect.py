@@ -12,7 +12,7 @@ from shardkit.errors import InputError
 from shardkit.parity._environments import parse_specs
 from shardkit.parity._index import versions
 from shardkit.parity._judge import pair_row
-from shardkit.parity._measure import Arm, Listener, Side, arms_of, measure
+from shardkit.parity._measure import Arm, Listener, Side, arms_of, check_repeats, measure
 from shardkit.parity._results import Row
 from shardkit.parity._suite import settings
 from shardkit.parity._upgrade import concerned, exit_code, opened
@@ -73,6 +73,7 @@ def bisect(
         ShardkitError: the work, a number, a version or the text of a strategy is wrong; the index can't be reached.
     """
     listener = listener or Listener()
+    check_repeats(repeats)
     work, is_loop = resolved(work)
     specs = parse_specs(f"{package}=={good}"), parse_specs(f"{package}=={bad}")
     ends = [Version(next(iter(side)).version) for side in specs]

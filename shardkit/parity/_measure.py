@@ -157,6 +157,16 @@ def _slim(ran: Ran, first: Ran | Failure) -> Ran:
     return ran
 
 
+def check_repeats(repeats: int) -> None:
+    """Raise unless each is to run at least once.
+
+    Raises:
+        InputError: it isn't.
+    """
+    if repeats < 1:
+        raise InputError(f"repeats is at least 1, not {repeats}")
+
+
 def arms_of(
     strategies: Sequence[str], backends: Sequence[str], *, controls: bool, is_loop: bool
 ) -> tuple[list[Arm], list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardkit.parity._compare import compare
 from shardkit.parity._judge import FACTOR, single_row
-from shardkit.parity._measure import Listener, Side, arms_of, installed_backends, measure, preload_of
+from shardkit.parity._measure import Listener, Side, arms_of, check_repeats, installed_backends, measure, preload_of
 from shardkit.parity._results import Comparison, Report, Row
 from shardkit.parity._results import Side as SideFacts
 from shardkit.parity._runner import Runner
@@ -35,6 +35,7 @@ def run(
         ShardkitError: the work, a number or the text of a strategy is wrong.
     """
     listener = listener or Listener()
+    check_repeats(repeats)
     work, is_loop = resolved(work)
     names, notes = installed_backends()
     arms, more = arms_of(strategies, names, controls=controls, is_loop=is_loop)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from packaging.utils import canonicalize_name
 
 from shardkit import _registry
-from shardkit.errors import InputError, PluginError
+from shardkit.errors import PluginError
 from shardkit.parity._environments import (
     Environment,
     EnvironmentFailure,
@@ -20,7 +20,16 @@ from shardkit.parity._environments import (
     stale_locks,
 )
 from shardkit.parity._judge import pair_row
-from shardkit.parity._measure import Arm, Listener, Side, arms_of, installed_backends, measure, preload_of
+from shardkit.parity._measure import (
+    Arm,
+    Listener,
+    Side,
+    arms_of,
+    check_repeats,
+    installed_backends,
+    measure,
+    preload_of,
+)
 from shardkit.parity._results import Failure, Report, Row
 from shardkit.parity._results import Side as SideFacts
 from shardkit.parity._runner import Runner
@@ -52,6 +61,7 @@ def upgrade(
         ShardkitError: the work, a number, a version or the text of a strategy is wrong.
     """
     listener = listener or Listener()
+    check_repeats(repeats)
     work, is_loop = resolved(work)
     old, new = pair(parse_specs(before), parse_specs(after))
     names, notes = concerned(old)
@@ -157,8 +167,3 @@ def summary(rows: Sequence[Row], before: Specs, after: Specs) -> str:
     parts = [f"{count[verdict]} {words}" for verdict, words in told.items() if count.get(verdict)]
     noun = "run" if len(rows) == 1 else "runs"
     return f"{before} -> {after}: of {len(rows)} {noun} {', '.join(parts)}"
-
-
-def check_repeats(repeats: int) -> None:
-    if repeats < 1:
-        raise InputError(f"repeats is at least 1, not {repeats}")

@@ -382,21 +382,11 @@ def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Listener]:
     """Show on stderr how far things are: bars on a terminal, a line for each run elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from shardkit.cli import steps_bar
     from shardkit.parity._measure import Listener
 
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = steps_bar()
+    console = bar.console
 
     class Printed(Listener):
         def __init__(self) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from shardkit import parity
 from shardkit.cli import main
+from shardkit.errors import InputError
 from tests.parity_tool import toy
 
 
@@ -35,6 +37,17 @@ def test_right_strategies_are_at_parity_with_distances_beside_the_baselines() ->
     assert report["rows"][0]["before"]["distances"] == plain
     assert report["settings"]["steps"] == 3
     assert {"torch", "deepspeed", "python"} <= side["versions"].keys()
+
+
+def test_from_python_too_each_runs_at_least_once() -> None:
+    work = parity.Work("mlp")
+    for call in (
+        lambda: parity.run(work, repeats=0),
+        lambda: parity.upgrade("torch==installed", "torch==installed", work, repeats=0),
+        lambda: parity.bisect("torch", "2.12", "2.13", work, repeats=0),
+    ):
+        with pytest.raises(InputError, match="repeats is at least 1, not 0"):
+            call()
 
 
 def test_a_backend_that_is_wrong_is_not_at_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
