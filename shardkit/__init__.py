@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shardkit._engine import Shard as Shard
     from shardkit._engine import Update as Update
     from shardkit._finding import Finding as Finding
+    from shardkit._footprint import Footprint as Footprint
+    from shardkit._footprint import ModelSize as ModelSize
+    from shardkit._footprint import Stepped as Stepped
     from shardkit._hookimpl import hookimpl as hookimpl
     from shardkit._imported import Imported as Imported
     from shardkit._imported import Pieces as Pieces
@@ -36,12 +39,15 @@ _HOMES = {
     "Backend": "_backend",
     "Engine": "_engine",
     "Finding": "_finding",
+    "Footprint": "_footprint",
     "Imported": "_imported",
+    "ModelSize": "_footprint",
     "NoOptions": "_backend",
     "Pieces": "_imported",
     "Session": "_session",
     "Shard": "_engine",
     "Source": "_imported",
+    "Stepped": "_footprint",
     "Strategy": "_strategy",
     "Update": "_engine",
     "Variant": "_backend",

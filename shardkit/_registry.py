@@ -17,6 +17,7 @@ import pluggy
 from shardkit._backend import Backend
 from shardkit._engine import Engine
 from shardkit._finding import Finding
+from shardkit._footprint import Footprint
 from shardkit._imported import Imported, Source
 from shardkit.errors import BackendNotFoundError, MissingLibraryError, PluginError, ShardkitError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from shardkit._footprint import ModelSize
     from shardkit._strategy import Strategy
 
 BACKENDS = "shardkit.backends"
@@ -213,6 +215,19 @@ def control(name: str, model: nn.Module, optimizer: Optimizer, strategy: Strateg
     return _built("shardkit_control", name, model=model, optimizer=optimizer, strategy=strategy, options=options)
 
 
+def footprint(name: str, model: ModelSize, strategy: Strategy, options: Any) -> Footprint | None:
+    """Return what the backend's plugin says its engine would hold in memory; None where it doesn't say.
+
+    Raises:
+        PluginError: what comes back is no footprint.
+    """
+    claim = _claim(name)
+    found = _only(_load(claim)).shardkit_footprint(model=model, strategy=strategy, options=options)
+    if found is not None and not isinstance(found, Footprint):
+        raise PluginError(f"shardkit_footprint of plugin {name!r} ({claim.origin}) returns a Footprint, not {found!r}")
+    return found
+
+
 def has_control(name: str) -> bool:
     """Return whether the backend's plugin can run its library by itself; imports the plugin and not the library."""
     plugin = _load(_claim(name))
@@ -280,8 +295,10 @@ def _only(plugin: Any) -> Any:
         for other in manager.get_plugins()
         if other is not plugin and (manager.get_name(other) or "").startswith("backend ")
     ]
-    hooks = ("shardkit_describe", "shardkit_prepare", "shardkit_control", "shardkit_diagnose", "shardkit_import")
-    return SimpleNamespace(**{hook: manager.subset_hook_caller(hook, remove_plugins=others) for hook in hooks})
+    hooks = ("describe", "prepare", "control", "footprint", "diagnose", "import")
+    return SimpleNamespace(
+        **{f"shardkit_{hook}": manager.subset_hook_caller(f"shardkit_{hook}", remove_plugins=others) for hook in hooks}
+    )
 
 
 @cache

@@ -9,6 +9,7 @@ import pluggy
 from shardkit._backend import Backend
 from shardkit._engine import Engine
 from shardkit._finding import Finding
+from shardkit._footprint import Footprint, ModelSize
 from shardkit._imported import Imported, Source
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy,
     stays wrong. ``shardkit parity upgrade`` runs it beside the plugin's own engine, since a default that changed, or a
     race, need not show under that. It is called with any version of the library. A window has ``strategy.accumulate``
     micro-batches that count the same; a control may refuse others. The arguments are those of ``shardkit_prepare``.
+    """
+
+
+@hookspec(firstresult=True)
+def shardkit_footprint(model: ModelSize, strategy: Strategy, options: Any) -> Footprint | None:
+    """Say what the engine would hold in memory of a model, for ``shardkit plan``. Optional.
+
+    Without it the planner goes by what the variant declares to be sharded and offloaded. Must not import the library:
+    a plan is made where it needn't be installed. ``strategy`` and ``options`` are as in ``shardkit_prepare``.
     """
 
 
