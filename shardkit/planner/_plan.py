@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardkit import _registry
-from shardkit._backend import Backend
+from shardkit._backend import Backend, Variant
 from shardkit._footprint import Footprint, ModelSize
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
@@ -34,13 +34,23 @@ class Task:
     device: str
 
 
-def rows(workload: str | Callable[[], Workload], task: Task) -> list[Row] | ShardkitError:
-    """Return a row for each strategy. Run it in a process of its own: building the workload seeds the generators."""
+@dataclass(frozen=True)
+class Outcome:
+    """A row for each strategy, the number of the model's elements, and what there is to say of how it was planned."""
+
+    rows: list[Row]
+    parameters: int
+    notes: list[str]
+
+
+def rows(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
+    """Plan each strategy. To be run in a process of its own: building the workload seeds the generators."""
     try:
         make = _find.function(workload) if isinstance(workload, str) else workload
         subject = Subject(make, device=task.device)
         planner = _Planner(subject, task)
-        return [planner.row(strategy) for strategy in task.strategies]
+        found = [planner.row(strategy) for strategy in task.strategies]
+        return Outcome(found, sum(value.elements for value in subject.parameters), subject.notes)
     except ShardkitError as refusal:
         return refusal
 
@@ -61,31 +71,32 @@ class _Planner:
             options = typed_options(backend, strategy.options)
             if strategy.precision not in backend.precisions:
                 known = ", ".join(sorted(backend.precisions))
-                return Row(text, "refused", note=f"backend {backend.name!r} trains in {known}")
+                return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
             self._footprint(backend, strategy, options)
         except PluginError as error:
-            return Row(text, "refused", note=str(error))
+            return Row(text, strategy.precision, "refused", note=str(error))
         except ShardkitError as error:
-            return Row(text, "refused", note=str(error))
+            return Row(text, strategy.precision, "refused", note=str(error))
         curve = self._curve(strategy.precision)
 
         def peak(profile: Profile) -> Peak:
             return self._peak(backend, strategy, options, profile)
 
+        speed = _variant(backend, strategy).speed
         memory, batch = self._task.memory, self._task.batch
         first = peak(curve.exactly(1))
         if memory is None:
             wanted = batch or 1
             found = peak(curve.exactly(wanted))
             around = sorted({1, wanted, wanted + 1})
-            return _row(text, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
+            return _row(strategy, speed, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
         if first.total > memory:
-            return _row(text, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
+            return _row(strategy, speed, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
         largest = curve.largest(lambda profile: peak(profile).total <= memory)
         around = sorted({1, 2, max(1, largest // 2), largest, largest + 1})
         points = [(at, peak(curve.near(at)).total) for at in around]
         wanted = batch or largest
-        return _row(text, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
+        return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
 
     def _curve(self, precision: str) -> Curve:
         if precision not in self._curves:
@@ -108,12 +119,35 @@ class _Planner:
         told = _registry.footprint(backend.name, self._model, strategy, options)
         if told is not None:
             return told
-        plain = str(Strategy(strategy.backend, options=strategy.options))
-        variant = next((other for other in backend.variants if other.strategy == plain), backend.variants[0])
+        variant = _variant(backend, strategy)
         return DeclaredFootprint(self._model, shards=variant.shards, offloads=variant.offloads)
 
 
+def _variant(backend: Backend, strategy: Strategy) -> Variant:
+    """Return the variant that a strategy is one of, going by its options; the backend's first where it is none."""
+    texts = {variant: Strategy.parse(variant.strategy).options for variant in backend.variants}
+    asked = {name: str(value) for name, value in strategy.options.items()}
+    fitting = [variant for variant, options in texts.items() if options.items() <= asked.items()]
+    return max(fitting, key=lambda variant: len(texts[variant]), default=backend.variants[0])
+
+
 def _row(
-    text: str, status: Literal["fits", "short"], peak: Peak, batch: int, points: Sequence[tuple[int, int]], **more: Any
+    strategy: Strategy,
+    speed: float | None,
+    status: Literal["fits", "short"],
+    peak: Peak,
+    batch: int,
+    points: Sequence[tuple[int, int]],
+    **more: Any,
 ) -> Row:
-    return Row(text, status, batch=batch, peak=peak.total, points=tuple(points), **dataclasses.asdict(peak), **more)
+    return Row(
+        str(strategy),
+        strategy.precision,
+        status,
+        batch=batch,
+        peak=peak.total,
+        points=tuple(points),
+        speed=speed,
+        **dataclasses.asdict(peak),
+        **more,
+    )

@@ -20,6 +20,7 @@ class Row:
     """
 
     strategy: str
+    precision: str
     status: Literal["fits", "short", "refused"]
     batch: int = 0
     peak: int = 0
@@ -55,3 +56,19 @@ class Plan:
     parameters: int
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def fastest(self) -> Row | None:
+        """The row that fits and trains fastest, as its backend's author measured; None where none fits.
+
+        Of equals it is the one that holds least. One whose speed isn't known comes after all others.
+        """
+        batch = self.settings.get("batch_size") or 1
+        fitting = [row for row in self.rows if row.status == "fits" and (row.largest is None or row.largest >= batch)]
+        return max(fitting, key=lambda row: (row.speed or 0.0, -row.peak), default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if something fits, else 1."""
+        return 0 if self.fastest is not None else 1

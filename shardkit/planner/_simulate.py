@@ -83,7 +83,7 @@ class _Simulation:
         passing = footprint.step()
         self._look("step", batch, passing, before)
         self._look("step", batch, passing)
-        return dataclasses.replace(self._peak, host=self._host)
+        return dataclasses.replace(self._peak, host=0 if self._one_memory else self._host)
 
     def _pass(self, grown: set[str], *, last: bool) -> None:
         footprint = self._footprint
