@@ -138,7 +138,7 @@ def draw(plan: Plan, path: Path) -> None:
         f"{settings['processes']} ranks, {settings['device']}"
     )
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-    names = [row.strategy.replace(",", ",\n") for row in rows]
+    names = [_label(row) for row in rows]
     unit = 2**30
     start = [0.0] * len(rows)
     for part, colour in zip(_PARTS, _COLOURS, strict=True):
@@ -155,6 +155,8 @@ def draw(plan: Plan, path: Path) -> None:
     right.bar_label(bars, padding=3, fontsize="small")
     right.margins(x=0.15)
     right.set(title="largest batch that fits")
+    left.margins(y=0.01)
+    left.tick_params(axis="y", labelsize=8)
     left.invert_yaxis()
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -163,6 +165,16 @@ def draw(plan: Plan, path: Path) -> None:
 
 def _number(size: int, unit: int) -> str:
     return f"{size / unit:.1f}" if size else "-"
+
+
+def _label(row: Row) -> str:
+    """Return the strategy in lines that aren't long, with its precision."""
+    lines = [""]
+    for part in re.split(r"(?<=,)", _plain(row.strategy)):
+        if len(lines[-1]) + len(part) > 42:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines) + f"  {row.precision}"
 
 
 def _plain(strategy: str) -> str:
