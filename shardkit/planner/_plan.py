@@ -97,12 +97,12 @@ class _Planner:
         if memory is None:
             wanted = batch or 1
             found = peak(curve.exactly(wanted))
-            around = sorted({1, wanted, wanted + 1})
+            around = _around(wanted)
             return _row(strategy, speed, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
         if first.total > memory:
             return _row(strategy, speed, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
         largest = curve.largest(lambda profile: peak(profile).total, memory)
-        around = sorted({1, 2, max(1, largest // 2), largest, largest + 1})
+        around = _around(largest)
         points = [(at, peak(curve.near(at)).total) for at in around]
         wanted = batch or largest
         return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
@@ -111,6 +111,12 @@ class _Planner:
         if precision not in self._curves:
             self._curves[precision] = Curve(lambda batch: self._subject.profile(batch, precision))
         return self._curves[precision]
+
+
+def _around(batch: int) -> list[int]:
+    """Return batches whose peaks tell of those up to twice this one: powers of two, and those near it."""
+    near = {max(1, batch * tenths // 10) for tenths in (7, 8, 9, 10, 11, 12, 15, 20)}
+    return sorted({2**power for power in range(batch.bit_length())} | near | {batch + 1})
 
 
 def planned(
