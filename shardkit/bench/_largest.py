@@ -95,9 +95,10 @@ def find_max_batch(
     trial of which no rank ends a step within ``timeout`` seconds hangs.
 
     With ``global_batch`` the samples of a step on all ranks stay the same: the sizes are those that divide it, and
-    ``accumulate`` makes up for them; a trial takes at most ``WINDOW`` micro-batches a step. Without, it is the strategy's unless given. ``estimate`` says about how many bytes
-    a rank takes with a micro-batch, which saves trials; the answer doesn't depend on it. ``max_batch`` is the largest
-    size that is tried. ``alternatives`` is called where nothing fits, and says what would.
+    ``accumulate`` makes up for them; a trial takes at most ``WINDOW`` micro-batches a step. Without, it is the
+    strategy's unless given. ``estimate`` says about how many bytes a rank takes with a micro-batch, which saves trials;
+    the answer doesn't depend on it. ``max_batch`` is the largest size that is tried. ``alternatives`` is called where
+    nothing fits, and says what would.
 
     Nothing changes in this process. When it ends, however that comes about, no process and no file of it is left.
 
