@@ -135,8 +135,8 @@ def _train(
             "shardkit.Workload(model, optimizer, loss, batches)"
         )
     model = workload.model.to(device).train()
-    # Never closed, since the process ends: that would make the weights whole, for which there may be no memory, and after
-    # an error wait for ranks that have none.
+    # Never closed, since the process ends: that would make the weights whole, for which there may be no memory, and
+    # after an error wait for ranks that have none.
     session = prepare(model, workload.optimizer, task.strategy)
     batches = islice(workload.batches(task.batch), session.rank, None, session.world_size)
     _tell(files, PREPARED)

@@ -249,11 +249,13 @@ class Trials:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
         self._waiting = b""
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
+        temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
                 # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -109,12 +109,13 @@ LIMITED = """
 import torch
 from shardkit.bench import _budget
 _budget.fix_allocator()
+torch.set_num_threads(1)  # the stack of another thread is of the data too
 torch.zeros(1)
 memory = _budget.memory(torch.device("cpu"))
 memory.limit(64 * 2**20)
-kept = torch.zeros(15 * 2**20 // 4 * 4, dtype=torch.uint8)
-assert 15 * 2**20 <= memory.reserved() < 17 * 2**20, memory.reserved()
-assert 14 * 2**20 < memory.held() < 17 * 2**20, memory.held()
+kept = torch.zeros(40 * 2**20, dtype=torch.uint8)
+assert 40 * 2**20 <= memory.reserved() < 42 * 2**20, memory.reserved()
+assert 39 * 2**20 < memory.held() < 42 * 2**20, memory.held()
 before = memory.in_use()
 try:
     torch.zeros(60 * 2**20, dtype=torch.uint8)
@@ -125,8 +126,8 @@ else:
 assert memory.in_use() == before
 memory.lift()
 torch.zeros(60 * 2**20, dtype=torch.uint8)
-assert memory.reserved() > 74 * 2**20
-assert memory.peak() > 74 * 2**20
+assert memory.reserved() > 99 * 2**20
+assert memory.peak() > 99 * 2**20
 """
 
 
