@@ -1,0 +1,253 @@
+"""Averaging gradients over the ranks while a backward pass runs: torch's reducer, told of the pass by its loss."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LARGE_BUCKET = 4 * 2**20
+"""Bytes from which on a bucket is given up between windows. To get memory from the kernel anew takes time: a
+smaller bucket isn't worth it."""
+
+
+@final
+class Reducer:
+    """DistributedDataParallel's reducer, over those parameters that are trainable when it is built. Collective.
+
+    The user calls the module itself and never a wrapper: the reducer is told of a backward pass when the pass begins,
+    with its loss. So it finds unused parameters in the very graph that is back-propagated, whatever the module returned
+    and however often it was called, and a micro-batch that isn't the window's last needs no ``no_sync``.
+
+    By itself it holds buckets as large as all gradients for ever, which nobody needs during a forward, where the
+    activations come on top. Here the memory of a large bucket is given up by :meth:`drop`, and is back when
+    the first of its gradients comes, where activations have gone already. To give it up the gradients must be
+    views of the buckets.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, bucket_cap_mb: float | None = None, gradient_as_bucket_view: bool = True
+    ) -> None:
+        self.parameters: list[Tensor] = [value for value in model.parameters() if value.requires_grad]
+        self.wrapper: DistributedDataParallel | None = None
+        self._buckets: list[_Bucket] | None = []
+        if not self.parameters:
+            return
+        self.wrapper = DistributedDataParallel(
+            model,
+            init_sync=False,  # the core has broadcast the weights, and keeps buffers equal
+            find_unused_parameters=True,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        if gradient_as_bucket_view and sum(value.nbytes for value in self.parameters) >= LARGE_BUCKET:
+            # Where they are is seen once gradients are views of them.
+            self._buckets = None
+            self._nodes = [get_gradient_edge(value).node for value in self.parameters]
+
+    def backward(self, loss: Tensor, gradient: Tensor) -> None:
+        """Run a window's last backward pass, and average what it and those before it left. Collective."""
+        if self.wrapper is None:
+            loss.backward(gradient)
+        else:
+            # The reducer begins with the first parameter that back-propagation reaches. A loss that depends on none,
+            # where a rank found nothing to learn from, would leave the other ranks waiting for this one.
+            self._run(loss, gradient, [value for value in self.parameters if value.requires_grad][:1])
+
+    def average(self) -> None:
+        """Average the gradients that passes without the reducer left. Collective."""
+        if self.wrapper is not None:
+            zero = torch.zeros((), device=self.parameters[0].device)
+            self._run(zero, zero, self.parameters)
+            self._learn()
+
+    def drop(self) -> None:
+        """Drop the gradients, and give up the memory of large buckets until the next backward pass. Collective."""
+        for bucket in self._buckets or ():
+            bucket.note()
+        for value in self.parameters:
+            value.grad = None
+        if self._buckets is None:
+            self._look()
+        for bucket in self._buckets or ():
+            bucket.release()
+
+    def close(self) -> None:
+        """Let go of the module. The reducer's hooks on the parameters go, too."""
+        for bucket in self._buckets or ():
+            bucket.close()
+        if self.wrapper is not None:
+            # Some may be in the midst of a pass that failed.
+            self.wrapper.reducer._remove_autograd_hooks()
+        self._buckets, self.wrapper = [], None
+
+    def _run(self, loss: Tensor, gradient: Tensor, reached: Sequence[Tensor]) -> None:
+        assert self.wrapper is not None
+        with torch.enable_grad():
+            loss = _Start.apply(loss, self, *reached)  # type: ignore[no-untyped-call]
+        self.wrapper.reducer.prepare_for_forward()
+        if _Quietly.done:
+            self.wrapper.reducer.prepare_for_backward([loss])
+        else:
+            _Quietly.apply(self.wrapper.reducer, loss)
+        loss.backward(gradient)
+
+    def _starts(self) -> None:
+        # Before all else of the pass: the reducer writes zeros for all parameters that the pass won't reach when
+        # it meets the first that it does.
+        for bucket in self._buckets or ():
+            if bucket.released and not bucket.all_run():
+                bucket.restore()
+
+    def _look(self) -> None:
+        """Find the buckets by averaging zeros."""
+
+        def zero(value: Tensor, _: Any) -> None:
+            value.grad = torch.zeros_like(value)
+
+        handles = [
+            node.register_prehook(partial(zero, value))
+            for value, node in zip(self.parameters, self._nodes, strict=True)
+        ]
+        try:
+            self.average()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for value in self.parameters:
+                value.grad = None
+            if self._buckets is None:
+                # Some are frozen by now, and aren't reached.
+                self._buckets = []
+
+    def _learn(self) -> None:
+        """Find the buckets by the gradients, which are views of them, where all parameters have one."""
+        if self._buckets is not None or any(value.grad is None for value in self.parameters):
+            return
+        found: dict[int, _Bucket] = {}
+        for value, node in zip(self.parameters, self._nodes, strict=True):
+            assert value.grad is not None
+            storage = value.grad.untyped_storage()
+            if storage.nbytes() >= LARGE_BUCKET:
+                found.setdefault(storage._cdata, _Bucket(storage)).add(value, node)
+        self._buckets = list(found.values())
+        for bucket in self._buckets:
+            bucket.learned()
+
+
+class _Bucket:
+    """One of the reducer's buckets: its memory, and what has a view of it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._size = storage.nbytes()
+        self._parameters: list[Tensor] = []
+        self._nodes: list[Any] = []
+        self._handles: list[Any] = []
+        self._holders = 0
+        self._alone = True
+        self.released = False
+
+    def add(self, value: Tensor, node: Any) -> None:
+        self._parameters.append(value)
+        self._nodes.append(node)
+        # The node would hold on to the bucket, and the bucket to the node.
+        self._handles.append(node.register_prehook(partial(_arrives, weakref.ref(self))))
+
+    def learned(self) -> None:
+        self._holders = _holders(self._storage)
+
+    def all_run(self) -> bool:
+        """Return whether the backward pass that is running will reach all parameters."""
+        return all(map(torch._C._will_engine_execute_node, self._nodes))
+
+    def note(self) -> None:
+        # A view of a gradient counts as one more of the storage, and the gradient itself by its references.
+        self._alone = _holders(self._storage) == self._holders and not any(map(_is_held, self._parameters))
+
+    def release(self) -> None:
+        if self._alone and not self.released:
+            self._storage.resize_(0)
+            self.released = True
+
+    def restore(self) -> None:
+        self._storage.resize_(self._size)
+        self.released = False
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _is_held(value: Tensor) -> bool:
+    """Return whether someone has kept a reference to the gradient."""
+    return value.grad is not None and sys.getrefcount(value.grad) > _UNHELD
+
+
+def _references() -> int:
+    value = torch.zeros(1, requires_grad=True)
+    value.sum().backward()
+    return sys.getrefcount(value.grad)
+
+
+_UNHELD = _references()
+
+
+def _arrives(reference: weakref.ref[_Bucket], _: Any) -> None:
+    bucket = reference()
+    if bucket is not None and bucket.released:
+        bucket.restore()
+
+
+class _Start(torch.autograd.Function):
+    """Leaves a loss as it is, and puts parameters into its graph that get no gradient from there."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, reducer: Reducer, *reached: Tensor) -> Tensor:
+        ctx.reducer, ctx.nones = reducer, (None,) * (1 + len(reached))
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.reducer._starts()
+        return gradient, *ctx.nones
+
+
+class _Quietly(torch.autograd.Function):
+    """Has the reducer look for unused parameters without a word, until it has said its word.
+
+    Torch says once per process that the search costs time where all parameters are used. It is what makes a model right
+    that uses some on some ranks only, and takes microseconds. The word comes from C++, and only within a call such as
+    that of an autograd function does torch turn it into a Python warning, which can be filtered.
+    """
+
+    done = False
+
+    @classmethod
+    def apply(cls, reducer: Any, loss: Tensor) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            super().apply(reducer, loss)  # type: ignore[no-untyped-call]
+        for warning in caught:
+            if "find_unused_parameters=True was specified" in str(warning.message):
+                cls.done = True
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    @staticmethod
+    def forward(ctx: Any, reducer: Any, loss: Tensor) -> None:
+        reducer.prepare_for_backward([loss])
