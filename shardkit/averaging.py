@@ -50,10 +50,11 @@ class Reducer:
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
-        if gradient_as_bucket_view and sum(value.nbytes for value in self.parameters) >= LARGE_BUCKET:
+        sparse = any(getattr(part, "sparse", False) is True for part in model.modules())
+        size = sum(value.nbytes for value in self.parameters)
+        if gradient_as_bucket_view and not sparse and size >= LARGE_BUCKET:
             # Where they are is seen once gradients are views of them.
             self._buckets = None
-            self._nodes = [get_gradient_edge(value).node for value in self.parameters]
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
         """Run a window's last backward pass, and average what it and those before it left. Collective."""
@@ -63,13 +64,6 @@ class Reducer:
             # The reducer begins with the first parameter that back-propagation reaches. A loss that depends on none,
             # where a rank found nothing to learn from, would leave the other ranks waiting for this one.
             self._run(loss, gradient, [value for value in self.parameters if value.requires_grad][:1])
-
-    def average(self) -> None:
-        """Average the gradients that passes without the reducer left. Collective."""
-        if self.wrapper is not None:
-            zero = torch.zeros((), device=self.parameters[0].device)
-            self._run(zero, zero, self.parameters)
-            self._learn()
 
     def drop(self) -> None:
         """Drop the gradients, and give up the memory of large buckets until the next backward pass. Collective."""
@@ -92,15 +86,31 @@ class Reducer:
         self._buckets, self.wrapper = [], None
 
     def _run(self, loss: Tensor, gradient: Tensor, reached: Sequence[Tensor]) -> None:
-        assert self.wrapper is not None
+        buckets = self._buckets or ()
+        for bucket in buckets:
+            bucket.wanted = True
+        try:
+            self._expect(self._started(loss, reached)).backward(gradient)
+        except BaseException:
+            # The reducer is in the midst of its work, and may go on with it in any pass.
+            for bucket in buckets:
+                bucket.restore()
+            raise
+
+    def _started(self, loss: Tensor, reached: Sequence[Tensor]) -> Tensor:
         with torch.enable_grad():
-            loss = _Start.apply(loss, self, *reached)  # type: ignore[no-untyped-call]
+            started: Tensor = _Start.apply(loss, self, *reached)  # type: ignore[no-untyped-call]
+        return started
+
+    def _expect(self, loss: Tensor) -> Tensor:
+        """Tell the reducer that a backward pass from this loss begins."""
+        assert self.wrapper is not None
         self.wrapper.reducer.prepare_for_forward()
         if _Quietly.done:
             self.wrapper.reducer.prepare_for_backward([loss])
         else:
             _Quietly.apply(self.wrapper.reducer, loss)
-        loss.backward(gradient)
+        return loss
 
     def _starts(self) -> None:
         # Before all else of the pass: the reducer writes zeros for all parameters that the pass won't reach when
@@ -110,37 +120,30 @@ class Reducer:
                 bucket.restore()
 
     def _look(self) -> None:
-        """Find the buckets by averaging zeros."""
-
-        def zero(value: Tensor, _: Any) -> None:
-            value.grad = torch.zeros_like(value)
-
-        handles = [
-            node.register_prehook(partial(zero, value))
-            for value, node in zip(self.parameters, self._nodes, strict=True)
-        ]
-        try:
-            self.average()
-        finally:
-            for handle in handles:
-                handle.remove()
-            for value in self.parameters:
-                value.grad = None
-            if self._buckets is None:
-                # Some are frozen by now, and aren't reached.
-                self._buckets = []
+        """Find the buckets by averaging zeros. Collective."""
+        self._buckets = []
+        if not all(value.requires_grad for value in self.parameters):
+            return  # one is frozen by now: without it the reducer doesn't come to its end
+        device = self.parameters[0].device
+        with torch.enable_grad():
+            # Not a pass through the parameters: those who have put hooks on them aren't to see it.
+            self._expect(self._started(torch.zeros((), device=device), self.parameters))
+            start = torch.zeros((), device=device, requires_grad=True)
+            _Look.apply(start, self).backward()  # type: ignore[no-untyped-call]
+        self._learn()
+        for value in self.parameters:
+            value.grad = None
 
     def _learn(self) -> None:
-        """Find the buckets by the gradients, which are views of them, where all parameters have one."""
-        if self._buckets is not None or any(value.grad is None for value in self.parameters):
-            return
+        assert self._buckets is not None
         found: dict[int, _Bucket] = {}
-        for value, node in zip(self.parameters, self._nodes, strict=True):
+        for value in self.parameters:
             assert value.grad is not None
             storage = value.grad.untyped_storage()
             if storage.nbytes() >= LARGE_BUCKET:
-                found.setdefault(storage._cdata, _Bucket(storage)).add(value, node)
-        self._buckets = list(found.values())
+                found.setdefault(storage._cdata, _Bucket(storage)).add(value)
+        self._buckets += found.values()
+        del storage
         for bucket in self._buckets:
             bucket.learned()
 
@@ -156,9 +159,10 @@ class _Bucket:
         self._handles: list[Any] = []
         self._holders = 0
         self._alone = True
-        self.released = False
+        self.released = self.wanted = False
 
-    def add(self, value: Tensor, node: Any) -> None:
+    def add(self, value: Tensor) -> None:
+        node: Any = get_gradient_edge(value).node
         self._parameters.append(value)
         self._nodes.append(node)
         # The node would hold on to the bucket, and the bucket to the node.
@@ -176,13 +180,15 @@ class _Bucket:
         self._alone = _holders(self._storage) == self._holders and not any(map(_is_held, self._parameters))
 
     def release(self) -> None:
+        self.wanted = False
         if self._alone and not self.released:
             self._storage.resize_(0)
             self.released = True
 
     def restore(self) -> None:
-        self._storage.resize_(self._size)
-        self.released = False
+        if self.released:
+            self._storage.resize_(self._size)
+            self.released = False
 
     def close(self) -> None:
         for handle in self._handles:
@@ -209,7 +215,7 @@ _UNHELD = _references()
 
 def _arrives(reference: weakref.ref[_Bucket], _: Any) -> None:
     bucket = reference()
-    if bucket is not None and bucket.released:
+    if bucket is not None and bucket.wanted:
         bucket.restore()
 
 
@@ -225,6 +231,22 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.reducer._starts()
         return gradient, *ctx.nones
+
+
+class _Look(torch.autograd.Function):
+    """Has the reducer average zeros for all parameters. It does so only within a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, reducer: Reducer) -> Tensor:
+        ctx.reducer = reducer
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        for place, value in enumerate(ctx.reducer.parameters):
+            value.grad = torch.zeros_like(value)
+            ctx.reducer.wrapper.reducer._autograd_hook(place)
+        return gradient, None
 
 
 class _Quietly(torch.autograd.Function):

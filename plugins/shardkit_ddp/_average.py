@@ -36,12 +36,6 @@ class Kinds:
         self._dense, self._sparse = told[: len(parameters)], told[len(parameters) : -1]
         self.special = any(self._sparse) or bool(told[-1])
 
-    def all_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all gradients are dense, and of these parameters, which are trainable still."""
-        among = {id(value) for value in parameters if value.requires_grad}
-        dense = (value for value, flag in zip(self._parameters, self._dense, strict=True) if flag)
-        return not any(self._sparse) and all(id(value) in among for value in dense)
-
     @torch.no_grad()
     def average(self) -> None:
         """Average the gradients over the ranks, in place. Collective.

@@ -80,14 +80,7 @@ class DDPEngine(Engine):
         kinds = Kinds(self._parameters, special=passes is not None and passes.nested())
         self._may_overlap = self._may_overlap and not kinds.special
         self._overlap = self._may_overlap
-        if not self._overlap:
-            kinds.average()
-            return
-        reducer = self._build() if self._reducer is None or self._thawed() else self._reducer
-        if kinds.all_of(reducer.parameters):
-            reducer.average()
-        else:
-            kinds.average()
+        kinds.average()
 
     def _thawed(self) -> bool:
         # The reducer knows only those parameters that were trainable when it was built.
@@ -115,6 +108,9 @@ class DDPEngine(Engine):
             self._reducer.drop()
         for parameter in self._parameters:
             parameter.grad = None
+        if self._overlap and self._distributed and (self._reducer is None or self._thawed()):
+            # When a rank holds least.
+            self._build().drop()
         return Update(applied, norm)
 
     def _update(self) -> tuple[bool, float | None]:
