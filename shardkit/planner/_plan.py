@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,8 +44,15 @@ class Outcome:
     notes: list[str]
 
 
+def rows_alone(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
+    """Plan each strategy in a process that is there for nothing else."""
+    # What a workload prints is none of the command's output.
+    os.dup2(2, 1)
+    return rows(workload, task)
+
+
 def rows(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
-    """Plan each strategy. To be run in a process of its own: building the workload seeds the generators."""
+    """Plan each strategy. Building the workload seeds the generators of the process, and may print."""
     try:
         make = _find.function(workload) if isinstance(workload, str) else workload
         subject = Subject(make, device=task.device)
