@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from shardkit._footprint import ParameterSize
 
 LARGE_BUCKET = 4 * 2**20
 """Bytes from which on a bucket is given up between windows. To get memory from the kernel anew takes time: a
@@ -146,6 +148,76 @@ class Reducer:
         del storage
         for bucket in self._buckets:
             bucket.learned()
+
+
+@final
+class ReducerFootprint:
+    """What gradients and buckets under a :class:`Reducer` hold while a window passes, for a plugin's footprint.
+
+    ``buffers`` are the bytes of buckets that are held all the time, and ``gradients`` those of gradients and of buckets
+    that are held while they come.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[ParameterSize],
+        *,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        trainable = [value for value in parameters if value.trainable]
+        released = gradient_as_bucket_view and sum(value.nbytes for value in trainable) >= LARGE_BUCKET
+        self._views = gradient_as_bucket_view
+        self._large: dict[str, int] = {}
+        self._sizes: list[int] = []
+        self.buffers = self.gradients = 0
+        for bucket in _assigned(trainable, bucket_cap_mb):
+            size = sum(value.nbytes for value in bucket)
+            if released and size >= LARGE_BUCKET:
+                self._large.update((value.name, len(self._sizes)) for value in bucket)
+                self._sizes.append(size)
+            else:
+                self.buffers += size
+        self.most = self.buffers + sum(self._sizes)
+        """The bytes of all buckets."""
+        self._kept: dict[str, int] = {}
+        self._back: set[int] = set()
+
+    def ready(self, name: str, nbytes: int, *, last: bool) -> int:
+        """Follow a gradient: see :meth:`shardkit.Footprint.ready`."""
+        size = self._kept[name] = self._kept.get(name, 0) + nbytes
+        self.gradients += nbytes
+        if not last or not self._views:
+            return 0
+        # Copied into its bucket, and then dropped.
+        self.gradients -= self._kept.pop(name)
+        place = self._large.get(name)
+        if place is not None and place not in self._back:
+            self._back.add(place)
+            self.gradients += self._sizes[place]
+        return size
+
+    def drop(self) -> None:
+        """The gradients are dropped."""
+        self.gradients = 0
+        self._kept.clear()
+        self._back.clear()
+
+
+def _assigned(parameters: Sequence[ParameterSize], bucket_cap_mb: float | None) -> list[list[ParameterSize]]:
+    """Return which parameters share a bucket, as torch has it: a full one is closed, a first one of 1 MiB at that."""
+    first, cap = (2**20, 25 * 2**20) if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
+    found: list[list[ParameterSize]] = []
+    # One of each dtype is filled, which the size of an element stands for.
+    filling: dict[int, list[ParameterSize]] = {}
+    room: dict[int, int] = {}
+    for value in parameters:
+        filling.setdefault(value.itemsize, []).append(value)
+        room[value.itemsize] = room.get(value.itemsize, min(first, cap)) - value.nbytes
+        if room[value.itemsize] <= 0:
+            room[value.itemsize] = cap
+            found.append(filling.pop(value.itemsize))
+    return found + list(filling.values())
 
 
 class _Bucket:
