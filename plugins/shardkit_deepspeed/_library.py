@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import logging
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +96,42 @@ def load(device: torch.device) -> Any:
 
             # Marks for a GPU's profiler, around thousands of calls a step.
             nvtx.enable_nvtx = False
+        _import_muon()
         _join(deepspeed)
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon without torch's compiler, which it would load for its decorators: 30 MiB and a second.
+
+    ZeRO asks for its class in every run. Its functions are compiled when they are first called.
+    """
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if name in sys.modules or importlib.util.find_spec(name) is None:
+        return
+    from deepspeed.runtime import compiler
+
+    compiles = compiler.compile
+
+    def later(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        def decorate(function: Any) -> Any:
+            @functools.cache
+            def compiled() -> Any:
+                return compiles(*args, **kwargs)(function)
+
+            @functools.wraps(function)
+            def call(*given: Any, **named: Any) -> Any:
+                return compiled()(*given, **named)
+
+            return call
+
+        return decorate
+
+    compiler.compile = later
+    try:
+        importlib.import_module(name)
+    finally:
+        compiler.compile = compiles
 
 
 def accelerator_for(device: torch.device) -> Any:
