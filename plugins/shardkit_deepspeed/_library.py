@@ -31,7 +31,10 @@ _DRIVEN = {
     1: (
         "overlapping_partition_gradients_reduce_epilogue",
         "reduce_ready_partitions_and_remove_grads",
+        "reduce_ipg_grads",
         "setup_buckets",
+        "copy_grads_in_partition",
+        "unscale_and_clip_grads",
         "scaled_global_norm",
         "refresh_fp32_params",
         "round_robin_bit16_groups",
@@ -175,6 +178,45 @@ def _join(deepspeed: Any) -> None:
         # Elsewhere to wait for a collective is no more than to order it before what follows.
         comm.cdb.all_gather_function = watched(comm.cdb.all_gather_function)
         comm.cdb.reduce_scatter_function = reduce_scatter
+        _gather_in_buckets()
+
+
+def _gather_in_buckets() -> None:
+    """Have stages 1 and 2 gather updated weights a bucket at a time: gloo receives into memory of its own."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    plain = stage_1_and_2.all_gather_dp_groups
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def gather(groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *rest: Any, **named: Any) -> None:
+        size = named.get("allgather_bucket_size")
+        if size is None or dist.get_backend() != "gloo":
+            plain(groups_flat, partitioned_param_groups, dp_process_group, *rest, **named)
+            return
+        for parts, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+            if len(parts) == 1:
+                continue
+            rank = dist.get_rank(group)
+            length = max(size // len(parts), 1)
+            for pieces in zip(*(part.detach().split(length) for part in parts), strict=True):
+                dist.all_gather(list(pieces), pieces[rank], group)
+
+    stage_1_and_2.all_gather_dp_groups = gather
+
+
+def gather_weights(zero: Any) -> None:
+    """Bring the parts of the weights that each rank updated to all, at stages 1 and 2. Collective."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stage_1_and_2.all_gather_dp_groups(
+        groups_flat=zero.bit16_groups_flat,
+        partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+        dp_process_group=zero.real_dp_process_group,
+        start_alignment_factor=zero.nccl_start_alignment_factor,
+        allgather_bucket_size=zero.allgather_bucket_size,
+    )
 
 
 @contextmanager

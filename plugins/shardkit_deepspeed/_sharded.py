@@ -194,8 +194,7 @@ class ShardedEngine(Engine):
         # The user hung them on the optimizer whose step this is.
         for hook in self.optimizer._optimizer_step_pre_hooks.values() if moves else ():
             hook(self.optimizer, (), {})
-        self._zero.step()
-        applied = not self._zero.overflow
+        applied = self._apply(moves)
         for hook in self.optimizer._optimizer_step_post_hooks.values() if applied else ():
             hook(self.optimizer, (), {})
         self._settled = None
@@ -203,6 +202,11 @@ class ShardedEngine(Engine):
         for value in self._others:
             value.grad = None
         return Update(applied, norm if self._want_norm else None)
+
+    def _apply(self, finite: bool) -> bool:
+        """Clip, update the weights and drop the gradients; return whether the weights moved."""
+        self._zero.step()
+        return not self._zero.overflow
 
     # What is whole.
 
