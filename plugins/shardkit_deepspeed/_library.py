@@ -23,6 +23,9 @@ from shardkit_deepspeed._watch import reduce_scatter, watched
 if TYPE_CHECKING:
     from torch import nn
 
+GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Where stage 3 has the parts of the gradients that a rank keeps, by the number of the parameter."""
+
 _seen_group: weakref.ref[Any] | None = None
 
 # What the engines drive beyond DeepSpeed's public calls, seen in 0.19.8. Checked at prepare, so that a version that
@@ -34,7 +37,6 @@ _DRIVEN = {
         "reduce_ipg_grads",
         "setup_buckets",
         "copy_grads_in_partition",
-        "unscale_and_clip_grads",
         "scaled_global_norm",
         "refresh_fp32_params",
         "round_robin_bit16_groups",
@@ -47,6 +49,11 @@ _DRIVEN = {
         "overlapping_partition_gradients_reduce_epilogue",
         "reduce_independent_p_g_buckets_and_remove_grads",
         "_get_norm_groups",
+        "_pre_step",
+        "_post_step",
+        "_partition_all_parameters",
+        "_offload_grad_partition_at_boundary",
+        GRADIENTS,
         "grad_partitions_flat_buffer",
         "fp32_partitioned_groups_flat",
         "fp16_partitioned_groups_flat",

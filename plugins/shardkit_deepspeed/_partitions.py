@@ -89,6 +89,7 @@ class PartitionEngine(ShardedEngine):
         for master in zero.single_partition_of_fp32_groups:
             master.grad = None
         if zero.cpu_offload:
+            zero.offload_gradient_dict.clear()
             zero.temp_grad_buffer_for_cpu_offload = zero.temp_grad_buffer_for_gpu_offload = None
 
     @torch.no_grad()
@@ -247,10 +248,9 @@ class PartitionEngine(ShardedEngine):
             return super()._apply(finite)
         zero = self._zero
         if finite:
-            norm = self._norm_tensor()
             for master in zero.single_partition_of_fp32_groups:
                 pieces = self._kept_of(master)
-                zero.unscale_and_clip_grads([pieces], norm)
+                self._clip(pieces)
                 self._fragments.update(master, pieces)
         self._drop_gradients()
         if finite:

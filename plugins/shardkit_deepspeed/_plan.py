@@ -149,7 +149,8 @@ def _zero(
         **sizes,
         "stage": stage,
         "overlap_comm": merged(file, options, "overlap_comm", device == "cuda" and stage == 3),
-        "contiguous_gradients": merged(file, options, "contiguous_gradients", True),
+        # To scatter them stage 3 makes another copy anyway.
+        "contiguous_gradients": merged(file, options, "contiguous_gradients", stage < 3),
         "offload_optimizer": _offload(section, "offload_optimizer", optimizer, device),
         "offload_param": _offload(section, "offload_parameters", parameters, device),
     }

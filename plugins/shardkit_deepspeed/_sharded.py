@@ -184,6 +184,13 @@ class ShardedEngine(Engine):
     def _norm_tensor(self) -> Tensor:
         return torch.tensor(self._settle(), dtype=torch.float32, device=self._zero.device)
 
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale gradients as DeepSpeed does where their global norm is over its bound."""
+        if self._zero.clip_grad > 0.0:
+            over = torch.clamp((self._norm_tensor() + 1e-6) / self._zero.clip_grad, min=1.0)
+            for gradient in gradients:
+                gradient.mul_(1.0 / over)
+
     def step(self) -> Update:
         for own, live in self._groups:
             parameters = own["params"]
