@@ -144,7 +144,8 @@ def _zero(
     section = zero_section(file)
     return {
         "reduce_scatter": True,
-        "round_robin_gradients": False,
+        # Each rank then keeps some gradients of every part of the backward, and none has them all at its start.
+        "round_robin_gradients": stage == 2,
         **{key: value for key, value in section.items() if key in ZERO_PASSED and said(value) is not None},
         **sizes,
         "stage": stage,
