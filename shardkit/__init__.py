@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardkit._registry import register as register
     from shardkit._session import Session as Session
     from shardkit._strategy import Strategy as Strategy
+    from shardkit.planner._make import plan as plan
     from shardkit.workloads import Workload as Workload
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOMES = {
     "launch": "_launch",
     "option": "_backend",
     "parity": "parity",
+    "plan": "planner._make",
     "prepare": "_prepare",
     "register": "_registry",
 }

@@ -14,6 +14,7 @@ import click
 from shardkit import __version__
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
+from shardkit.planner.cli import plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,8 +49,8 @@ def main() -> None:
     "--workload",
     default="t5-tiny",
     show_default=True,
-    metavar="NAME|FILE.py[:FUNCTION]",
-    help="What to train: t5-tiny, gpt2-tiny, mlp, convnet, or a function of your own (docs/compare.md).",
+    metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]",
+    help="What to train, such as t5-tiny, or a function of your own (docs/workloads.md).",
 )
 @click.option(
     "--strategies",
@@ -172,7 +173,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
     "--workload",
-    metavar="NAME|FILE.py[:FUNCTION]",
+    metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]",
     help="The model and the optimizer, as they were built when the source was written: they tell the names of the "
     "optimizer's parameters where the source lists them by number.",
 )
@@ -291,6 +292,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 
 main.add_command(parity)
+main.add_command(plan)
 
 
 @contextlib.contextmanager

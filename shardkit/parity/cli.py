@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardkit.parity._measure import Listener
     from shardkit.parity._work import Work
 
-_WORKLOAD = click.argument("workload", default="t5-tiny", metavar="[NAME|FILE.py[:FUNCTION]]")
+_WORKLOAD = click.argument("workload", default="t5-tiny", metavar="[NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
 _OUTPUT = click.option(
     "--output",
@@ -102,8 +102,8 @@ def _probe(default: bool) -> Callable[..., Any]:
 def parity() -> None:
     """Record what runs are like, compare them, and find what an upgrade changes and since which version.
 
-    WORKLOAD is a built-in one (t5-tiny, gpt2-tiny, mlp, convnet) or a function of your own file: without arguments it
-    makes a workload; with two, a strategy and record, it is your own training loop (docs/parity.md).
+    WORKLOAD is a built-in one (docs/workloads.md) or a function of your own file: one that needs no arguments
+    makes a workload; one with two, a strategy and record, is your own training loop (docs/parity.md).
     """
 
 
@@ -244,7 +244,7 @@ def run(
 @parity.command
 @click.argument("before", metavar="NAME==VERSION[,...]")
 @click.argument("after", metavar="NAME==VERSION[,...]")
-@click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
+@click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]")
 @_strategies
 @_controls(True)
 @_repeats(2)
@@ -302,7 +302,7 @@ def upgrade(
 @click.argument("package")
 @click.option("--good", required=True, metavar="VERSION", help="A version that is right.")
 @click.option("--bad", required=True, metavar="VERSION", help="One that differs; newer, or older.")
-@click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION]")
+@click.option("--workload", default="t5-tiny", show_default=True, metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]")
 @_strategies
 @_controls(True)
 @_repeats(2)

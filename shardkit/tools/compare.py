@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import platform
 import re
 import statistics
 import tempfile
@@ -21,7 +19,7 @@ from shardkit._options import typed_options
 from shardkit._strategy import Strategy, is_path
 from shardkit.errors import InputError, LaunchError, MissingLibraryError, PluginError, StrategyError
 from shardkit.tools import _server
-from shardkit.tools.listing import distribution
+from shardkit.tools.listing import versions
 from shardkit.workloads import _find
 
 if TYPE_CHECKING:
@@ -179,7 +177,7 @@ def compare(
             listener.end(row)
             rows.append(row)
     settings = {name: value for name, value in dataclasses.asdict(task).items() if name not in ("progress", "workload")}
-    return Comparison({"workload": workload, **settings, "tolerance": TOLERANCE}, _versions(), reference, rows)
+    return Comparison({"workload": workload, **settings, "tolerance": TOLERANCE}, versions(), reference, rows)
 
 
 def samples_per_second(seconds: Sequence[float], samples: int) -> float | None:
@@ -340,17 +338,3 @@ def _weights_difference(weights: dict[str, Any], right: dict[str, Any]) -> float
     apart = sum(float((weights[name].double() - value.double()).square().sum()) for name, value in right.items())
     whole = sum(float(value.double().square().sum()) for value in right.values())
     return (apart / whole) ** 0.5 if whole else None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    wanted = ["shardkit", "torch", "transformers"]
-    for backend in _registry.backends().values():
-        if backend.requires:
-            wanted.append(distribution(backend))
-    for name in wanted:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

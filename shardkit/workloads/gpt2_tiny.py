@@ -10,13 +10,16 @@ from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from shardkit.workloads import Workload
+from shardkit.workloads._gpt2 import freeze
+from shardkit.workloads._settings import between
 from shardkit.workloads._text import passages
 
 LENGTH = 64
 
 
-def workload() -> Workload:
-    """Return a GPT-2 of two layers whose output matrix is its embedding, with AdamW."""
+def workload(*, frozen_embeddings: bool = False, dropout: float = 0.0) -> Workload:
+    """Return a GPT-2 of two layers whose output matrix is its embedding, with SGD that has momentum."""
+    between(0, 1, dropout=dropout)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -25,14 +28,17 @@ def workload() -> Workload:
             n_embd=96,
             n_layer=2,
             n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
             bos_token_id=0,
             eos_token_id=0,
         )
     )
-    return Workload(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss, batches)
+    if frozen_embeddings:
+        freeze(model)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    return Workload(model, torch.optim.SGD(trained, lr=0.1, momentum=0.9), loss, batches, tokens=Tensor.numel)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

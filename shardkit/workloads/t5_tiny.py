@@ -8,6 +8,7 @@ number of gaps and of hidden bytes, so that the mean over the batch is the mean 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 from shardkit.workloads import Workload
+from shardkit.workloads._settings import between
+from shardkit.workloads._t5 import beam_search, mean_over_tokens
 from shardkit.workloads._text import passages
 
 LENGTH = 64
@@ -29,8 +32,9 @@ FIRST_GAP = FIRST_BYTE + 256
 VOCABULARY = FIRST_GAP + GAPS
 
 
-def workload() -> Workload:
+def workload(*, label_smoothing: float = 0.0, frozen_embeddings: bool = False, dropout: float = 0.0) -> Workload:
     """Return a T5 of two layers on each side, with AdamW that decays the matrices only."""
+    between(0, 1, label_smoothing=label_smoothing, dropout=dropout)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(
@@ -41,7 +45,7 @@ def workload() -> Workload:
             num_heads=4,
             num_layers=2,
             num_decoder_layers=2,
-            dropout_rate=0.0,
+            dropout_rate=dropout,
             feed_forward_proj="gated-gelu",
             tie_word_embeddings=True,
             pad_token_id=PAD,
@@ -49,16 +53,35 @@ def workload() -> Workload:
             decoder_start_token_id=PAD,
         )
     )
-    matrices = [value for value in model.parameters() if value.dim() > 1]
-    scales = [value for value in model.parameters() if value.dim() == 1]
+    if frozen_embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+    matrices = [value for value in model.parameters() if value.requires_grad and value.dim() > 1]
+    scales = [value for value in model.parameters() if value.requires_grad and value.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": scales, "weight_decay": 0.0}]
-    return Workload(model, torch.optim.AdamW(groups, lr=1e-3, eps=1e-5), loss, batches)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-5)
+    mean = partial(smoothed, label_smoothing=label_smoothing) if label_smoothing else loss
+    return Workload(model, optimizer, mean, batches, generate, tokens)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the mean cross-entropy of the hidden bytes, of the marks between them and of the end."""
     value: Tensor = model(**batch).loss
     return value
+
+
+def smoothed(model: nn.Module, batch: dict[str, Tensor], *, label_smoothing: float) -> Tensor:
+    """Return the same with smoothed labels."""
+    return mean_over_tokens(model(**batch).logits, batch["labels"], label_smoothing)
+
+
+def generate(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return what a beam search fills the gaps with, as many tokens as are hidden."""
+    return beam_search(model, batch["input_ids"], batch["labels"].shape[1])
+
+
+def tokens(batch: dict[str, Tensor]) -> int:
+    """Return the tokens of both sides."""
+    return batch["input_ids"].numel() + batch["labels"].numel()
 
 
 def batches(size: int) -> Iterator[dict[str, Any]]:
