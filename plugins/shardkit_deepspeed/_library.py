@@ -197,7 +197,9 @@ def _gather_in_buckets() -> None:
         return
 
     @functools.wraps(plain)
-    def gather(groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *rest: Any, **named: Any) -> None:
+    def gather(
+        groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *rest: Any, **named: Any
+    ) -> None:
         size = named.get("allgather_bucket_size")
         if size is None or dist.get_backend() != "gloo":
             plain(groups_flat, partitioned_param_groups, dp_process_group, *rest, **named)

@@ -115,7 +115,9 @@ class Stage3Engine(ShardedEngine):
                 offset += size
                 index += 1
             self._fragments.attach(master, self._fragments.homes[zero.sub_group_to_group_id[group]], fragments)
-        if self._aliased:
+        # In host memory, of weights on a GPU, they are DeepSpeed's own, of locked pages.
+        self._comes_and_goes = self._aliased and self._fragments.flats()[0].device == self._device
+        if self._comes_and_goes:
             self._keep_parts()
 
     def _keep_parts(self) -> None:
@@ -204,7 +206,7 @@ class Stage3Engine(ShardedEngine):
 
     def _local_gradients(self) -> list[Tensor]:
         zero = self._zero
-        if self._aliased:
+        if self._comes_and_goes:
             return [piece for master in zero.fp32_partitioned_groups_flat for piece in self._pieces_of(master)]
         if zero.offload_optimizer:
             return [master.grad for master in zero.fp32_partitioned_groups_flat]
@@ -215,7 +217,7 @@ class Stage3Engine(ShardedEngine):
         found: list[tuple[Fragment, Tensor]] = []
         at = 0
         for master in zero.fp32_partitioned_groups_flat:
-            if self._aliased:
+            if self._comes_and_goes:
                 found += zip(self._fragments.within(master), self._pieces_of(master), strict=True)
                 continue
             size = master.numel()
@@ -232,7 +234,7 @@ class Stage3Engine(ShardedEngine):
         return [parts[self._params[part.at].ds_id].narrow(0, 0, part.size) for part in fragments]  # type: ignore[attr-defined]
 
     def _apply(self, finite: bool) -> bool:
-        if not self._aliased:
+        if not self._comes_and_goes:
             return super()._apply(finite)
         zero = self._zero
         zero._pre_step()
@@ -250,7 +252,7 @@ class Stage3Engine(ShardedEngine):
 
     def _drop_gradients(self) -> None:
         zero = self._zero
-        if self._aliased:
+        if self._comes_and_goes:
             getattr(zero, GRADIENTS).clear()
         for value in self.model.parameters():
             value.grad = None
