@@ -31,6 +31,8 @@ class Curve:
         self._run = run
         self._known: dict[int, Profile] = {}
         self._order: list[int] = []
+        self._lines: dict[int, Profile] = {}
+        self._same: dict[tuple[int, int], bool] = {}
         self._most = MOST
 
     def exactly(self, batch: int) -> Profile:
@@ -41,6 +43,7 @@ class Curve:
             found = self._run(batch)
             self._known[batch] = found
             self._order = sorted(self._known)
+            self._lines.clear()
             self._most = min(self._most, max(batch, _MOST_DATA * batch // max(found.data, 1)))
         return self._known[batch]
 
@@ -48,19 +51,30 @@ class Curve:
         """Return the profile at a batch by the line through the two next to it."""
         if batch in self._known:
             return self._known[batch]
+        if batch not in self._lines:
+            self._lines[batch] = self._line(batch)
+        return self._lines[batch]
+
+    def _line(self, batch: int) -> Profile:
         for least in (1, 2):
             self.exactly(least)
         place = min(max(bisect_left(self._order, batch), 1), len(self._order) - 1)
         one, other = (self._known[self._order[at]] for at in (place - 1, place))
-        if _moments(one) != _moments(other):
+        if not self._alike(one, other):
             return self.exactly(batch) if batch <= self._most else other
         return _between(one, other, batch)
 
-    def largest(self, fits: Callable[[Profile], bool]) -> int:
-        """Return the largest batch that fits, given that 1 does, and that none does above one that doesn't."""
+    def _alike(self, one: Profile, other: Profile) -> bool:
+        key = one.batch, other.batch
+        if key not in self._same:
+            self._same[key] = _moments(one) == _moments(other)
+        return self._same[key]
+
+    def largest(self, peak: Callable[[Profile], int], limit: int) -> int:
+        """Return the largest batch whose peak is within the limit, given that 1 is, and that peaks grow."""
         found = 0
         while True:
-            before, found = found, self._search(fits)
+            before, found = found, self._search(peak, limit)
             if found == before or found in self._known or len(self._known) >= _RUNS or found > self._most:
                 return found
             place = bisect_left(self._order, found)
@@ -69,16 +83,24 @@ class Curve:
                 return found
             self.exactly(found)
 
-    def _search(self, fits: Callable[[Profile], bool]) -> int:
-        low, high = 1, 2
-        while high < MOST and fits(self.near(high)):
-            low, high = high, 2 * high
+    def _search(self, peak: Callable[[Profile], int], limit: int) -> int:
+        """Look where the line through the last two peaks meets the limit, and halve what is left where that is slow."""
+        low, high = 1, MOST
+        points = {at: peak(self.near(at)) for at in (1, 2)}
+        if points[2] > limit:
+            return 1
+        low, one, other = 2, 1, 2
         while high - low > 1:
-            middle = (low + high) // 2
-            if fits(self.near(middle)):
-                low = middle
+            rise = (points[other] - points[one]) / (other - one)
+            guess = other + int((limit - points[other]) / rise) if rise > 0 else 2 * other
+            if not low < guess < high:
+                guess = min(2 * low, (low + high) // 2) if guess >= high else low + 1
+            points[guess] = peak(self.near(guess))
+            if points[guess] <= limit:
+                low = guess
             else:
-                high = middle
+                high = guess
+            one, other = (low, high) if high in points else (max(at for at in points if at < low), low)
         return low
 
 

@@ -53,9 +53,12 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self.count(value)
+        if isinstance(result, Tensor):
+            self.count(result)
+        else:
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self.count(value)
         return result
 
 

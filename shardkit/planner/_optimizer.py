@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from shardkit.optimizers import twin
 from shardkit.planner._ledger import Ledger
@@ -22,6 +23,21 @@ class Cost(NamedTuple):
 
     state: int
     passing: int
+
+
+class _Numbers(TorchFunctionMode):
+    """Within this context, a tensor without memory that is asked for its number says 1.
+
+    Some optimizers ask for a norm; what they make of it changes no shape.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ASKING:
+            return 1 if function is torch.Tensor.__int__ else True if function is torch.Tensor.__bool__ else 1.0
+        return function(*args, **(kwargs or {}))
+
+
+_ASKING = (torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
 
 
 class Stepper:
@@ -81,7 +97,7 @@ class Stepper:
                 ledger.leave_out(value)
                 assert value.grad is not None
                 ledger.leave_out(value.grad)
-            with ledger:
+            with ledger, _Numbers():
                 optimizer.step()
                 state = ledger.now
                 ledger.high = state

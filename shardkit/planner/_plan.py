@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardkit import _registry
 from shardkit._backend import Backend, Variant
-from shardkit._footprint import Footprint, ModelSize
+from shardkit._footprint import Footprint, ModelSize, Stepped
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
 from shardkit.errors import PluginError, ShardkitError
 from shardkit.planner._curve import Curve
 from shardkit.planner._declared import DeclaredFootprint
-from shardkit.planner._optimizer import Stepper
+from shardkit.planner._optimizer import Cost, Stepper
 from shardkit.planner._profile import Profile, Subject
 from shardkit.planner._results import Row
 from shardkit.planner._simulate import Peak, simulate
@@ -43,8 +44,15 @@ class Outcome:
     notes: list[str]
 
 
+def rows_alone(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
+    """Plan each strategy in a process that is there for nothing else."""
+    # What a workload prints is none of the command's output.
+    os.dup2(2, 1)
+    return rows(workload, task)
+
+
 def rows(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
-    """Plan each strategy. To be run in a process of its own: building the workload seeds the generators."""
+    """Plan each strategy. Building the workload seeds the generators of the process, and may print."""
     try:
         make = _find.function(workload) if isinstance(workload, str) else workload
         subject = Subject(make, device=task.device)
@@ -72,15 +80,24 @@ class _Planner:
             if strategy.precision not in backend.precisions:
                 known = ", ".join(sorted(backend.precisions))
                 return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
-            self._footprint(backend, strategy, options)
+            _footprint(self._model, backend, strategy, options)
         except PluginError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
         curve = self._curve(strategy.precision)
 
+        cost = self._stepper.cost(_footprint(self._model, backend, strategy, options).stepped())
+
         def peak(profile: Profile) -> Peak:
-            return self._peak(backend, strategy, options, profile)
+            return simulate(
+                _footprint(self._model, backend, strategy, options),
+                profile,
+                cost,
+                self._owners,
+                extra=self._subject.buffers,
+                micro_batches=min(strategy.accumulate, 2),
+            )
 
         speed = _variant(backend, strategy).speed
         memory, batch = self._task.memory, self._task.batch
@@ -88,12 +105,12 @@ class _Planner:
         if memory is None:
             wanted = batch or 1
             found = peak(curve.exactly(wanted))
-            around = sorted({1, wanted, wanted + 1})
+            around = _around(wanted)
             return _row(strategy, speed, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
         if first.total > memory:
             return _row(strategy, speed, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
-        largest = curve.largest(lambda profile: peak(profile).total <= memory)
-        around = sorted({1, 2, max(1, largest // 2), largest, largest + 1})
+        largest = curve.largest(lambda profile: peak(profile).total, memory)
+        around = _around(largest)
         points = [(at, peak(curve.near(at)).total) for at in around]
         wanted = batch or largest
         return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
@@ -103,24 +120,46 @@ class _Planner:
             self._curves[precision] = Curve(lambda batch: self._subject.profile(batch, precision))
         return self._curves[precision]
 
-    def _peak(self, backend: Backend, strategy: Strategy, options: Any, profile: Profile) -> Peak:
-        footprint = self._footprint(backend, strategy, options)
-        cost = self._stepper.cost(footprint.stepped())
-        return simulate(
-            footprint,
-            profile,
-            cost,
-            self._owners,
-            extra=self._subject.buffers,
-            micro_batches=min(strategy.accumulate, 2),
-        )
 
-    def _footprint(self, backend: Backend, strategy: Strategy, options: Any) -> Footprint:
-        told = _registry.footprint(backend.name, self._model, strategy, options)
-        if told is not None:
-            return told
-        variant = _variant(backend, strategy)
-        return DeclaredFootprint(self._model, shards=variant.shards, offloads=variant.offloads)
+def _around(batch: int) -> list[int]:
+    """Return batches whose peaks tell of those up to twice this one: powers of two, and those near it."""
+    near = {max(1, batch * tenths // 10) for tenths in (7, 8, 9, 10, 11, 12, 15, 20)}
+    return sorted({2**power for power in range(batch.bit_length())} | near | {batch + 1})
+
+
+def planned(
+    strategy: Strategy,
+    model: ModelSize,
+    cost: Callable[[Sequence[Stepped]], Cost],
+    profile: Profile,
+    owners: Mapping[str, tuple[str, ...]],
+    *,
+    extra: int,
+    memory: int | None,
+) -> Row:
+    """Return the row of a strategy for one profile, and nothing of other batches."""
+    backend = _registry.describe(strategy.backend)
+    options = typed_options(backend, strategy.options)
+    peak = simulate(
+        _footprint(model, backend, strategy, options),
+        profile,
+        cost(_footprint(model, backend, strategy, options).stepped()),
+        owners,
+        extra=extra,
+        micro_batches=min(strategy.accumulate, 2),
+    )
+    short = 0 if memory is None else max(0, peak.total - memory)
+    points = [(profile.batch, peak.total)]
+    speed = _variant(backend, strategy).speed
+    return _row(strategy, speed, "short" if short else "fits", peak, profile.batch, points, short=short)
+
+
+def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: Any) -> Footprint:
+    told = _registry.footprint(backend.name, model, strategy, options)
+    if told is not None:
+        return told
+    variant = _variant(backend, strategy)
+    return DeclaredFootprint(model, shards=variant.shards, offloads=variant.offloads)
 
 
 def _variant(backend: Backend, strategy: Strategy) -> Variant:

@@ -64,7 +64,7 @@ class Subject:
             for name, value in model.named_parameters()
         )
         self.buffers = storages(list(model.buffers()))
-        self.owners = _owners(model)
+        self.owners = owners(model)
         self.dtypes = {value.dtype for value in model.parameters()}
 
     @property
@@ -182,7 +182,7 @@ class Subject:
         return events
 
 
-def _owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+def owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     """Return each module that has parameters of its own, with their names as the model has them."""
     names = {id(value): name for name, value in model.named_parameters()}
     own = {part: tuple(names[id(value)] for value in part.parameters(recurse=False)) for part in model.modules()}

@@ -91,7 +91,7 @@ def why(plan: Plan) -> str:
             "or memory, shorter samples or gradient checkpointing would help"
         )
     faster = [row for row in plan.rows if row.status == "short" and (row.speed or 0) > (best.speed or 0)]
-    told = f"fastest that fits: {best.strategy}, up to batch {best.largest}"
+    told = f"fastest that fits: {best.strategy}" + (f", up to batch {best.largest}" if best.largest else "")
     if best.speed is not None:
         told += f"; it trains at {best.speed:g} of plain data parallel's speed, as measured for its backend"
     if faster:
