@@ -148,6 +148,7 @@ class Trials:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = b""
+        self._imported: object = None
         self._number = 0
 
     @property
@@ -209,7 +210,7 @@ class Trials:
                         with contextlib.suppress(OSError):
                             stream.close()
                 try:
-                    process.wait(10)
+                    process.wait(3)
                 except subprocess.TimeoutExpired:
                     # The kernel then ends the ranks.
                     process.kill()
@@ -238,24 +239,33 @@ class Trials:
         task = Task(self.workload, strategy, batch, self.steps, budget, self.device)
         path = folder / "task.pickle"
         path.write_bytes(dump(task, "the workload's function"))
-        self._order({"preload": str(path), "backend": strategy.backend})
-        deadline = time.monotonic() + max(_START_SECONDS, self.timeout)
-        while not any("preloaded" in answer for answer in self._answers(0.5)):
-            if time.monotonic() > deadline:
-                raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s", None)
+        needs = (self.workload, strategy.backend)
+        if needs != self._imported:
+            self._order({"preload": str(path), "backend": strategy.backend})
+            deadline = time.monotonic() + _START_SECONDS
+            while not any("preloaded" in answer for answer in self._answers(0.5)):
+                if time.monotonic() > deadline:
+                    raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s")
+            self._imported = needs
         return folder
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
-        self._waiting = b""
+        self._waiting, self._imported = b"", None
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
         temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
-                # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
+                # Neither a thread pool nor CUDA, which a check for it would start, can be used after a fork.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                    "PYTHONPATH": path,
+                    **temporary,
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
