@@ -39,6 +39,9 @@ _GRACE_SECONDS = 5
 _PRINTED = 4000
 """How many of the last characters that a rank printed are kept of a trial that failed."""
 
+OF_THE_MACHINE = "out-of-memory killer"
+"""The kind of a trial in which it was not the budget that ran out."""
+
 _SHOWN = 4
 """Of how many ranks that hang it is shown where they stand."""
 
@@ -385,7 +388,9 @@ def _judge(
         death = f"rank {rank} {_death(ended[rank]['code'])}"
         outcome = "out of memory" if evidence else "died"
         note = f"{death}, {evidence}" if evidence else f"{death}, without a result or a traceback"
-        return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
+        kind = OF_THE_MACHINE if evidence and ended[rank]["code"] == -signal.SIGKILL else ""
+        details = _tail(files[rank].log)
+        return replace(trial, outcome=outcome, note=note, rank=rank, kind=kind, grown=grown, details=details)
     rank = failed[0]
     record = records[rank]
     note = f"rank {rank}: {_headline(record)}"
