@@ -76,7 +76,7 @@ def max_batch(ctx: click.Context, /, workload: str, strategy: str, as_json: bool
     console.print(f"{found.workload} under {found.strategy}, {size}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(found))
     console.print(
-        f"largest batch: {found.batch} samples, {found.accumulate} micro-batches a step, {found.global_batch} samples "
+        f"largest batch: {found.batch} samples, {found.accumulate} micro-batch{'es' if found.accumulate > 1 else ''} a step, {found.global_batch} samples "
         "a step on all ranks",
         highlight=False,
         soft_wrap=True,
