@@ -24,7 +24,7 @@ LAYER = SIZE * SIZE * 4
 
 
 class Layers(nn.Module):
-    """Matrices ``w0``, ``w1``, ... of ones, and a loss ``factor * sum(w)`` over those named: a gradient of ``factor``."""
+    """Matrices ``w0``, ``w1``, ... of ones; a loss ``factor * sum(w)`` over those named: a gradient of ``factor``."""
 
     def __init__(self, count: int = 3, size: int = SIZE) -> None:
         super().__init__()
@@ -211,12 +211,12 @@ def held(spec: str) -> float:
     model, optimizer = _trainable(8)
     with shardkit.prepare(model, optimizer, spec) as session:
         _step(session, 8)
-    before = _data()
+    before = _resident()
     model, optimizer = _trainable(SIZE)
     with shardkit.prepare(model, optimizer, spec) as session:
         for _ in range(3):
             _step(session, SIZE)
-        return (_data() - before) / sum(value.nbytes for value in model.parameters())
+        return (_resident() - before) / sum(value.nbytes for value in model.parameters())
 
 
 def _trainable(size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -229,9 +229,9 @@ def _step(session: Any, size: int) -> None:
     session.step()
 
 
-def _data() -> int:
+def _resident() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmData:")).split()[1]) * 1024
+    return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
 @pytest.mark.parametrize(

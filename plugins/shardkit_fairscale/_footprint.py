@@ -66,16 +66,16 @@ class FairScaleFootprint(Footprint):
         self.held.gradients += nbytes
         if not last or not self._sharded:
             return 0
+        most = self.held.gradients
         # On their way to their owners as many as the engine lets be, as where the network is slower than the model.
         self._arrive(IN_FLIGHT)
         self._sent.append((name, size))
         self._in_flight += size
         self._coming.discard(name)
-        before = self.held.gradients
         if not self._coming:
             # The pass ends when all have arrived.
             self._arrive(0)
-        return before - self.held.gradients + self._scratch
+        return most - self.held.gradients + self._scratch
 
     def _arrive(self, left: int) -> None:
         while self._in_flight > left:
