@@ -100,6 +100,7 @@ class _Host:
         self._size = status["VmSize"]
         self._data = status["VmData"]
         self._start = _anonymous(status)
+        self._files = status.get("RssFile", 0)
         self._before: tuple[int, int] | None = None
         self._mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
         if self._mallinfo is not None:
@@ -125,7 +126,10 @@ class _Host:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
 
     def peak(self) -> int:
-        return max(0, _status()["VmHWM"] - self.base)
+        status = _status()
+        # Pages of files come in as code is run, stay, and belong to no tensor; the limit doesn't count them either.
+        code = max(0, status.get("RssFile", 0) - self._files)
+        return max(0, status["VmHWM"] - self.base - code)
 
     def reserved(self) -> int:
         # The kernel keeps a peak of all address space only: that of the data is at most as high.
@@ -228,11 +232,10 @@ def _refused(error: BaseException, left: int, reserved: int) -> int | None:
 
 def _asked(text: str) -> int:
     """Return the bytes that torch or NumPy says it couldn't allocate, 0 if it doesn't."""
-    told = re.search(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) (bytes|[KMGT]iB)", text)
+    told = re.search(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) (bytes|[KMGTPE]iB)", text)
     if told is None:
         return 0
-    unit = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[told[2]]
-    return int(float(told[1]) * unit)
+    return int(float(told[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB").index(told[2]))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
