@@ -11,7 +11,7 @@ from shardkit import Footprint, ModelSize, Stepped
 from shardkit.averaging import ReducerFootprint
 
 if TYPE_CHECKING:
-    from shardkit._footprint import ParameterSize
+    from shardkit import ParameterSize
     from shardkit_fairscale import FairScaleOptions
 
 IN_FLIGHT = 16 * 2**20
