@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
@@ -10,8 +11,11 @@ from shardkit import Footprint, ModelSize, Stepped
 from shardkit.averaging import ReducerFootprint
 
 if TYPE_CHECKING:
-    from shardkit._footprint import ParameterSize
+    from shardkit import ParameterSize
     from shardkit_fairscale import FairScaleOptions
+
+IN_FLIGHT = 16 * 2**20
+"""Bytes of gradients on their way to their owners from which on the engine waits for some to arrive."""
 
 _SCRATCH = 2 * 2**20
 """What gloo takes for itself in a reduction, at most: two pieces of 1 MiB. Measured with torch 2.13."""
@@ -24,13 +28,16 @@ class FairScaleFootprint(Footprint):
     def __init__(self, model: ModelSize, options: FairScaleOptions) -> None:
         super().__init__(model)
         self.held.parameters = sum(value.nbytes for value in model.parameters)
-        self._trainable = [value for value in model.parameters if value.trainable]
-        trained = sum(value.nbytes for value in self._trainable)
+        trainable = [value for value in model.parameters if value.trainable]
+        trained = sum(value.nbytes for value in trainable)
         parts = owned(model.parameters, model.world_size)
         own = max(parts, key=_burden)
         self._stepped = [Stepped(value.shape, value.name) for value in own if value.updated and value.trainable]
         self._own = {value.name for value in own}
         self._kept: dict[str, int] = {}
+        self._sent: deque[tuple[str, int]] = deque()
+        self._in_flight = 0
+        self._coming = {value.name for value in trainable}
         # OSS moves the parameters into one buffer for each rank, one after the other.
         self._prepare = max(sum(value.nbytes for value in part if value.trainable) for part in parts)
         self._reducer: ReducerFootprint | None = None
@@ -38,10 +45,10 @@ class FairScaleFootprint(Footprint):
         self._scratch = min(_SCRATCH, trained) if distributed and model.device == "cpu" else 0
         self._sharded = distributed and options.shard == "gradients"
         if distributed and not self._sharded:
-            self._reducer = ReducerFootprint(self._trainable, bucket_cap_mb=options.bucket_cap_mb)
+            self._reducer = ReducerFootprint(trainable, bucket_cap_mb=options.bucket_cap_mb)
             self.held.buffers = self._reducer.buffers
             # To find its buckets, zeros are averaged in all of them.
-            largest = max((value.nbytes for value in self._trainable), default=0)
+            largest = max((value.nbytes for value in trainable), default=0)
             self._prepare = max(self._prepare, self._reducer.most - self._reducer.buffers + largest)
 
     def stepped(self) -> Sequence[Stepped]:
@@ -55,17 +62,32 @@ class FairScaleFootprint(Footprint):
             passing = self._reducer.ready(name, nbytes, last=last)
             self.held.gradients = self._reducer.gradients
             return max(passing, self._scratch) if last else 0
-        self._kept[name] = self._kept.get(name, 0) + nbytes
+        size = self._kept[name] = self._kept.get(name, 0) + nbytes
         self.held.gradients += nbytes
-        if not last or not self._sharded or name in self._own:
-            return self._scratch if last else 0
-        # It is sent to its owner, and then dropped.
-        size = self._kept.pop(name)
-        self.held.gradients -= size
-        return size + self._scratch
+        if not last or not self._sharded:
+            return 0
+        most = self.held.gradients
+        # On their way to their owners as many as the engine lets be, as where the network is slower than the model.
+        self._arrive(IN_FLIGHT)
+        self._sent.append((name, size))
+        self._in_flight += size
+        self._coming.discard(name)
+        if not self._coming:
+            # The pass ends when all have arrived.
+            self._arrive(0)
+        return most - self.held.gradients + self._scratch
+
+    def _arrive(self, left: int) -> None:
+        while self._in_flight > left:
+            name, size = self._sent.popleft()
+            self._in_flight -= size
+            if name not in self._own:
+                self.held.gradients -= size
 
     def step(self) -> int:
         self._kept.clear()
+        self._arrive(0)
+        self._coming = {value.name for value in self.model.parameters if value.trainable}
         if self._reducer is not None:
             self._reducer.drop()
         self.held.gradients = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from shardkit.averaging import Reducer as TorchReducer
 from shardkit.errors import UnsupportedError
+from shardkit_fairscale._footprint import IN_FLIGHT
 from shardkit_fairscale._library import ShardedDataParallel, Workhandle, unconfigured_logging
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
     def __init__(self, model: nn.Module, shard: Shards, names: Mapping[Tensor, str], buffer_size: int) -> None:
         self._launch: dict[Tensor, Callable[[], None]] = {}
         self._armed = False
+        self._sent: deque[int] = deque()
         with unconfigured_logging():
             super().__init__(
                 model,
@@ -115,6 +118,7 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
         }
         self._launch.clear()
         self._work_handles.clear()
+        self._sent.clear()
         self._setup_backward_hooks()
         self.reorder(schedule)
         self._begin()
@@ -189,10 +193,27 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 self.sparse.add(parameter)
                 parameter.grad = torch.zeros_like(parameter)
+        size = sum(parameter.nbytes for parameter in parcel)
+        if not size:
+            return
+        self._wait_for_room()
         if len(parcel) > 1:
             self._send(parcel)
-        elif parcel[0].numel() > 0:
+        else:
             self._launch[parcel[0]]()
+        self._sent.append(size)
+
+    def _wait_for_room(self) -> None:
+        """Wait for gradients to arrive rather than hold ever more of those that this rank doesn't own."""
+        self._try_consume_work_handle()
+        while len(self._sent) > len(self._work_handles):
+            self._sent.popleft()
+        while sum(self._sent) > IN_FLIGHT:
+            self._sent.popleft()
+            work = self._work_handles.popleft()
+            work.handle.wait()
+            if work.callback is not None:
+                work.callback()
 
     def _send(self, parcel: list[Tensor]) -> None:
         owner = self._shard.owner(parcel[0])

@@ -237,7 +237,7 @@ def test_the_command_says_it_as_json_and_draws_it(tmp_path: Path) -> None:
 
 
 def test_the_command_ends_with_1_where_nothing_fits() -> None:
-    done = CliRunner().invoke(main, ["plan", "mlp", "--memory", "1KiB", "--strategies", "ddp"])
+    done = CliRunner().invoke(main, ["plan", "mlp", "--memory", "1KiB", "--strategies", "ddp", "--precisions", "fp32"])
     assert done.exit_code == 1
     assert "nothing fits: ddp needs least" in done.stdout
 
