@@ -116,6 +116,15 @@ class ZeroFootprint(Footprint):
         self._finish(last=last)
         self._coming = set(self._trained)
 
+    @property
+    def _away(self) -> bool:
+        """Whether what is offloaded is in another memory."""
+        return self._offload and not self._gloo
+
+    def _beyond(self, most: int) -> int:
+        """Return how far so many bytes are beyond what is held in this memory."""
+        return max(0, most - self.held.total - (self.host.total if self._gloo else 0))
+
     def _mark(self, passing: int = 0) -> None:
         """Take note of what is held now, with so much beside it."""
         self.held.gradients = self._resident() + sum(self._whole.values()) + self._others + self._kept
@@ -220,8 +229,8 @@ class PartitionFootprint(ZeroFootprint):
         before = sum(value.nbytes for value in self.model.parameters) if self._half else 0
         flat, masters = self._part * self._ranks * self._weight, self._part * _FLOAT
         # The weights are copied into the flat tensor; then come masters with gradients. A cast keeps what was before.
-        most = before + self._weights(self.model.parameters) + max(flat, 2 * masters)
-        return max(0, most - self.held.total)
+        most = before + self._weights(self.model.parameters) + max(flat, 0 if self._away else 2 * masters)
+        return self._beyond(most)
 
     def _came(self, name: str, *, last: bool) -> None:
         size = self._trained[name].elements
@@ -353,9 +362,9 @@ class Stage3Footprint(ZeroFootprint):
     def prepare(self) -> int:
         whole = sum(value.nbytes for value in self.model.parameters)
         # The shards in one tensor, a copy of them for the masters, and a place for gradients; with offload another.
-        copies = 4 if self._offload else 3
+        copies = 0 if self._away else 4 if self._offload else 3
         most = max(whole + (self._weights(self.model.parameters) if self._half else 0), copies * self._part * _FLOAT)
-        return max(0, most - self.held.total)
+        return self._beyond(most)
 
     # Gathered parameters.
 
