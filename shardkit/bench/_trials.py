@@ -39,6 +39,9 @@ _GRACE_SECONDS = 5
 _PRINTED = 4000
 """How many of the last characters that a rank printed are kept of a trial that failed."""
 
+_SHOWN = 4
+"""Of how many ranks that hang it is shown where they stand."""
+
 _LOST_PEER = re.compile(r"Connection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Ss]ocket|TCPStore|DistStore")
 """What is in the error of a rank that lost another."""
 
@@ -52,7 +55,8 @@ class Trial:
     ``details``. ``peak`` is the most that was held at a time: on the CPU resident pages, on a GPU what torch's
     allocator gave out. ``reserved`` is the most that was reserved, which a budget counts. ``held`` is, per rank, what
     was held after each step, and ``in_use`` what the allocator had given out then, and once more after a
-    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known. ``step_seconds`` are of
+    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the
+    most that a rank that died held. ``step_seconds`` are of
     the slowest rank in each step, without the making of batches; ``seconds`` those of the whole trial with its start.
     """
 
@@ -66,6 +70,7 @@ class Trial:
     held: tuple[tuple[int, ...], ...] = ()
     in_use: tuple[tuple[int, ...], ...] = ()
     asked: int = 0
+    grown: int = 0
     step_seconds: tuple[float, ...] = ()
     seconds: float = 0.0
     note: str = ""
@@ -244,11 +249,13 @@ class Trials:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
         self._waiting = b""
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
+        temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
                 # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -344,7 +351,7 @@ def _judge(
         # What the others say is that they lost it, or the same.
         rank = max(short, key=lambda rank: records[rank].asked)
         record = records[rank]
-        what = f"{format_bytes(record.asked)} could not be allocated" if record.asked else _last_line(record.message)
+        what = f"{format_bytes(record.asked)} could not be allocated" if record.asked else _headline(record)
         details = _details(record, files[rank])
         return replace(trial, outcome="out of memory", asked=record.asked, note=what, rank=rank, details=details)
     own = [rank for rank in failed if not _LOST_PEER.search(records[rank].message)]
@@ -352,30 +359,38 @@ def _judge(
         rank = own[0]
         record = records[rank]
         outcome: Outcome = "refused" if record.outcome == "refused" else "error"
-        note = record.message if outcome == "refused" else f"rank {rank}: {record.kind}: {_last_line(record.message)}"
+        note = record.message if outcome == "refused" else f"rank {rank}: {_headline(record)}"
         return replace(
             trial, outcome=outcome, note=note, rank=rank, kind=record.kind, details=_details(record, files[rank])
         )
     if late:
-        what = "it has not begun" if not files[late[0]].progress.exists() else "the stack is below"
-        note = f"rank {', '.join(map(str, late))} came no further within {timeout:g} s, by ending a step: {what}"
-        return replace(trial, outcome="hang", note=note, rank=late[0], details=_tail(files[late[0]].log))
+        note = f"rank {', '.join(map(str, late))} ended no step within {timeout:g} s, or came as far as its first"
+        stacks = [f"rank {rank} stood, and had printed:\n{_tail(files[rank].log)}" for rank in late[:_SHOWN]]
+        return replace(trial, outcome="hang", note=note, rank=late[0], details="\n".join(stacks))
     dead = sorted((rank for rank in ended if rank not in records), key=lambda rank: float(ended[rank]["time"]))
     if dead:
         rank = dead[0]
-        evidence = _evidence(trial, files[rank], ended[rank], kills)
+        grown = _grown(files[rank], ended[rank])
+        evidence = _evidence(trial, files[rank], ended[rank], grown, kills)
         death = f"rank {rank} {_death(ended[rank]['code'])}"
         outcome = "out of memory" if evidence else "died"
         note = f"{death}, {evidence}" if evidence else f"{death}, without a result or a traceback"
-        return replace(trial, outcome=outcome, note=note, rank=rank, details=_tail(files[rank].log))
+        return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
     rank = failed[0]
     record = records[rank]
-    note = f"rank {rank}: {record.kind}: {_last_line(record.message)}"
+    note = f"rank {rank}: {_headline(record)}"
     details = _details(record, files[rank])
     return replace(trial, outcome="error", note=note, rank=rank, kind=record.kind, details=details)
 
 
-def _evidence(trial: Trial, files: Files, end: dict[str, Any], kills: int) -> str:
+def _grown(files: Files, end: dict[str, Any]) -> int:
+    """Return the most that a rank which ended without a word held at a time, above what it held before training."""
+    if not files.base.exists():
+        return 0
+    return max(0, int(end["resident"]) - int(json.loads(files.base.read_text())["base"]))
+
+
+def _evidence(trial: Trial, files: Files, end: dict[str, Any], grown: int, kills: int) -> str:
     """Return what shows that a rank that ended without a word did so for want of memory, empty if nothing does."""
     if end["code"] == -signal.SIGKILL and kills > 0:
         return "by the kernel, since the machine, or the container, had no memory left"
@@ -383,11 +398,7 @@ def _evidence(trial: Trial, files: Files, end: dict[str, Any], kills: int) -> st
         return ""
     if "std::bad_alloc" in _tail(files.log):
         return "after it was refused memory (std::bad_alloc)"
-    if files.base.exists():
-        grown = end["resident"] - json.loads(files.base.read_text())["base"]
-        if grown >= 0.9 * trial.budget:
-            return f"when it held {format_bytes(grown)} of the budget"
-    return ""
+    return f"when it held {format_bytes(grown)} of the budget" if grown >= 0.9 * trial.budget else ""
 
 
 def _failed(files: Files, end: dict[str, Any]) -> bool:
@@ -402,9 +413,9 @@ def _details(record: Record, files: Files) -> str:
     return "\n".join(filter(None, [record.traceback.strip(), printed and f"printed by the rank:\n{printed}"]))
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[0] if lines else "no message"
+def _headline(record: Record) -> str:
+    lines = [line for line in record.message.splitlines() if line.strip()]
+    return f"{record.kind}: {lines[0]}" if lines else record.kind
 
 
 def _death(code: int) -> str:
