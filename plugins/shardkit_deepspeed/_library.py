@@ -112,7 +112,7 @@ def load(device: torch.device) -> Any:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon without torch's compiler, which it would load for its decorators: 30 MiB and a second.
+    """Import DeepSpeed's Muon without what its decorators load for torch's compiler: 30 MiB and a second.
 
     ZeRO asks for its class in every run. Its functions are compiled when they are first called.
     """

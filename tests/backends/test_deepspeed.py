@@ -814,18 +814,17 @@ def test_updated_weights_are_gathered_a_bucket_at_a_time() -> None:
 def _compiler_after_a_step(stage: int) -> Any:
     import sys
 
-    known = "torch._dynamo" in sys.modules
+    name = "torch._functorch.aot_autograd"
+    known = name in sys.modules
     model = Scale(1.0)
     with shardkit.prepare(model, sgd(model), strategy(f"stage={stage}")) as session:
         session.backward(session.model(torch.ones(1)))
         session.step()
-    from deepspeed.runtime.zero.muon import original_muon
-
-    return known, "torch._dynamo" in sys.modules, hasattr(original_muon.muon_update, "__wrapped__")
+    return known, name in sys.modules
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_torchs_compiler_stays_unloaded_until_it_is_called(stage: int) -> None:
-    for known, loaded, later in run(_compiler_after_a_step, stage, processes=2, timeout=60):
-        assert later
-        assert loaded == known
+def test_what_torchs_compiler_needs_stays_unloaded(stage: int) -> None:
+    for known, loaded in run(_compiler_after_a_step, stage, processes=2, timeout=60):
+        assert not known
+        assert not loaded
