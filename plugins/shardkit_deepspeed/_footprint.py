@@ -67,6 +67,7 @@ class ZeroFootprint(Footprint):
         self._known: set[str] = set()
         self._peak = 0
         self._begin()
+        self._mark()
 
     # What differs among the stages.
 
