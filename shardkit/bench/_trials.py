@@ -39,6 +39,9 @@ _GRACE_SECONDS = 5
 _PRINTED = 4000
 """How many of the last characters that a rank printed are kept of a trial that failed."""
 
+OF_THE_MACHINE = "out-of-memory killer"
+"""The kind of a trial in which it was not the budget that ran out."""
+
 _SHOWN = 4
 """Of how many ranks that hang it is shown where they stand."""
 
@@ -148,6 +151,7 @@ class Trials:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = b""
+        self._imported: object = None
         self._number = 0
 
     @property
@@ -209,7 +213,7 @@ class Trials:
                         with contextlib.suppress(OSError):
                             stream.close()
                 try:
-                    process.wait(10)
+                    process.wait(3)
                 except subprocess.TimeoutExpired:
                     # The kernel then ends the ranks.
                     process.kill()
@@ -238,24 +242,33 @@ class Trials:
         task = Task(self.workload, strategy, batch, self.steps, budget, self.device)
         path = folder / "task.pickle"
         path.write_bytes(dump(task, "the workload's function"))
-        self._order({"preload": str(path), "backend": strategy.backend})
-        deadline = time.monotonic() + max(_START_SECONDS, self.timeout)
-        while not any("preloaded" in answer for answer in self._answers(0.5)):
-            if time.monotonic() > deadline:
-                raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s", None)
+        needs = (self.workload, strategy.backend)
+        if needs != self._imported:
+            self._order({"preload": str(path), "backend": strategy.backend})
+            deadline = time.monotonic() + _START_SECONDS
+            while not any("preloaded" in answer for answer in self._answers(0.5)):
+                if time.monotonic() > deadline:
+                    raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s")
+            self._imported = needs
         return folder
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
-        self._waiting = b""
+        self._waiting, self._imported = b"", None
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
         temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
-                # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
+                # Neither a thread pool nor CUDA, which a check for it would start, can be used after a fork.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                    "PYTHONPATH": path,
+                    **temporary,
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -375,7 +388,9 @@ def _judge(
         death = f"rank {rank} {_death(ended[rank]['code'])}"
         outcome = "out of memory" if evidence else "died"
         note = f"{death}, {evidence}" if evidence else f"{death}, without a result or a traceback"
-        return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
+        kind = OF_THE_MACHINE if evidence and ended[rank]["code"] == -signal.SIGKILL else ""
+        details = _tail(files[rank].log)
+        return replace(trial, outcome=outcome, note=note, rank=rank, kind=kind, grown=grown, details=details)
     rank = failed[0]
     record = records[rank]
     note = f"rank {rank}: {_headline(record)}"
