@@ -27,7 +27,8 @@ from shardkit.testing import run
 
 STAGES = ("stage=0", "stage=1", "stage=2", "stage=3")
 HALF = tuple(f"stage={stage},half_weights=true" for stage in (1, 2, 3))
-VARIANTS = (*STAGES, "stage=2,offload_optimizer=cpu", "stage=3,offload_optimizer=cpu,offload_parameters=cpu")
+OFFLOADS = ("stage=2,offload_optimizer=cpu", "stage=3,offload_optimizer=cpu,offload_parameters=cpu")
+VARIANTS = (*STAGES, *OFFLOADS)
 
 
 def told(model: ModelSize, options: str, **more: Any) -> Footprint:
@@ -340,8 +341,8 @@ def _tiny() -> Any:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's memory")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [*STAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in OFFLOADS)])
 def test_the_planned_peak_is_that_of_real_ranks_within_five_percent(options: str, accumulate: int) -> None:
     planned = shardkit.plan(
         _workload,
