@@ -286,9 +286,10 @@ class PartitionFootprint(ZeroFootprint):
     def _reduce(self) -> None:
         """Average what is in the bucket, and keep each rank's own part of it."""
         ranks = [rank for name in self._bucket for rank, _ in self._spans[name]]
-        # Neighbours that go to one rank are one piece; several are put together in a copy.
+        # Neighbours that go to one rank are one piece; several are put together in a copy, unless all is summed.
         pieces = 1 + sum(one != other for one, other in pairwise(ranks))
-        self._mark((self._filled * _FLOAT if pieces > 1 else 0) + self._ring)
+        copied = pieces > 1 and self._zero["reduce_scatter"]
+        self._mark((self._filled * _FLOAT if copied else 0) + self._ring)
         if len(self._bucket) == 1 and pieces == 1:
             # Kept as it is, if it isn't in the buffer.
             self._whole.pop(self._bucket[0], 0)
