@@ -22,8 +22,8 @@ def shardkit_describe() -> Backend:
     return Backend(
         name="deepspeed",
         summary="DeepSpeed's ZeRO, stages 0 to 3, with offload to host memory",
-        # Speeds are a T5's of 30 million parameters on two CPU ranks, that of stage 0 a smaller one's. What offload costs
-        # there is hardly to be measured; on a GPU it does cost, so it comes after the same stage without.
+        # Speeds are a T5's of 30 million parameters on two CPU ranks, that of stage 0 a smaller one's. What offload
+        # costs there is hardly to be measured; on a GPU it does cost, so it comes after the same stage without.
         variants=(
             Variant(
                 strategy="deepspeed:stage=0",
