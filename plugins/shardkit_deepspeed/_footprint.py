@@ -67,6 +67,7 @@ class ZeroFootprint(Footprint):
         self._known: set[str] = set()
         self._peak = 0
         self._begin()
+        self._mark()
 
     # What differs among the stages.
 
@@ -115,6 +116,15 @@ class ZeroFootprint(Footprint):
     def _end(self, *, last: bool) -> None:
         self._finish(last=last)
         self._coming = set(self._trained)
+
+    @property
+    def _away(self) -> bool:
+        """Whether what is offloaded is in another memory."""
+        return self._offload and not self._gloo
+
+    def _beyond(self, most: int) -> int:
+        """Return how far so many bytes are beyond what is held in this memory."""
+        return max(0, most - self.held.total - (self.host.total if self._gloo else 0))
 
     def _mark(self, passing: int = 0) -> None:
         """Take note of what is held now, with so much beside it."""
@@ -220,8 +230,8 @@ class PartitionFootprint(ZeroFootprint):
         before = sum(value.nbytes for value in self.model.parameters) if self._half else 0
         flat, masters = self._part * self._ranks * self._weight, self._part * _FLOAT
         # The weights are copied into the flat tensor; then come masters with gradients. A cast keeps what was before.
-        most = before + self._weights(self.model.parameters) + max(flat, 2 * masters)
-        return max(0, most - self.held.total)
+        most = before + self._weights(self.model.parameters) + max(flat, 0 if self._away else 2 * masters)
+        return self._beyond(most)
 
     def _came(self, name: str, *, last: bool) -> None:
         size = self._trained[name].elements
@@ -276,9 +286,10 @@ class PartitionFootprint(ZeroFootprint):
     def _reduce(self) -> None:
         """Average what is in the bucket, and keep each rank's own part of it."""
         ranks = [rank for name in self._bucket for rank, _ in self._spans[name]]
-        # Neighbours that go to one rank are one piece; several are put together in a copy.
+        # Neighbours that go to one rank are one piece; several are put together in a copy, unless all is summed.
         pieces = 1 + sum(one != other for one, other in pairwise(ranks))
-        self._mark((self._filled * _FLOAT if pieces > 1 else 0) + self._ring)
+        copied = pieces > 1 and self._zero["reduce_scatter"]
+        self._mark((self._filled * _FLOAT if copied else 0) + self._ring)
         if len(self._bucket) == 1 and pieces == 1:
             # Kept as it is, if it isn't in the buffer.
             self._whole.pop(self._bucket[0], 0)
@@ -353,9 +364,9 @@ class Stage3Footprint(ZeroFootprint):
     def prepare(self) -> int:
         whole = sum(value.nbytes for value in self.model.parameters)
         # The shards in one tensor, a copy of them for the masters, and a place for gradients; with offload another.
-        copies = 4 if self._offload else 3
+        copies = 0 if self._away else 4 if self._offload else 3
         most = max(whole + (self._weights(self.model.parameters) if self._half else 0), copies * self._part * _FLOAT)
-        return max(0, most - self.held.total)
+        return self._beyond(most)
 
     # Gathered parameters.
 

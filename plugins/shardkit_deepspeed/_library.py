@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import itertools
 import logging
 import os
@@ -112,12 +112,12 @@ def load(device: torch.device) -> Any:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon without torch's compiler, which it would load for its decorators: 30 MiB and a second.
+    """Import DeepSpeed's Muon without what its decorators load for torch's compiler: 30 MiB and a second.
 
     ZeRO asks for its class in every run. Its functions are compiled when they are first called.
     """
     name = "deepspeed.runtime.zero.muon.original_muon"
-    if name in sys.modules or importlib.util.find_spec(name) is None:
+    if name in sys.modules:
         return
     from deepspeed.runtime import compiler
 
@@ -140,6 +140,9 @@ def _import_muon() -> None:
     compiler.compile = later
     try:
         importlib.import_module(name)
+    except ModuleNotFoundError:
+        # Another version, which has it elsewhere or not at all.
+        pass
     finally:
         compiler.compile = compiles
 

@@ -143,7 +143,8 @@ def _zero(
         )
     section = zero_section(file)
     return {
-        "reduce_scatter": True,
+        # At stages 1 and 2 it sums a copy on every rank just the same, of which each takes its pieces.
+        "reduce_scatter": stage == 3,
         # Each rank then keeps some gradients of every part of the backward, and none has them all at its start.
         "round_robin_gradients": stage == 2,
         **{key: value for key, value in section.items() if key in ZERO_PASSED and said(value) is not None},

@@ -6,7 +6,7 @@ import copy
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -757,3 +757,74 @@ def test_in_older_versions_parameters_follow_each_other_in_the_flat_tensor_witho
     groups = [[torch.zeros(2)], [torch.zeros(3, 2), torch.zeros(5), torch.zeros(1)]]
     assert offsets_in(SimpleNamespace(round_robin_bit16_groups=groups), 1) == [0, 6, 11]
     assert offsets_in(SimpleNamespace(round_robin_bit16_offsets=[[0], [0, 8, 16]]), 1) == [0, 8, 16]
+
+
+def _trains(settings: str, may_alias: Literal["aliased", "apart"]) -> Any:
+    from shardkit_deepspeed._partitions import PartitionEngine
+    from shardkit_deepspeed._stage3 import Stage3Engine
+
+    PartitionEngine._may_alias = Stage3Engine._may_alias = may_alias == "aliased"
+    model = seeded(Branches)
+    plan = strategy(settings, accumulate=2, max_grad_norm=0.05)
+    with shardkit.prepare(model, adamw(model), plan) as session:
+        for micro in range(8):
+            session.backward(session.model(numbers(4, 3, seed=2 * micro + session.rank), (micro % 2,)))
+            session.step()
+        return plain(session), session.grad_norm
+
+
+@pytest.mark.parametrize("settings", SHARDED)
+def test_deepspeeds_own_path_which_a_gpu_with_offload_takes_trains_the_same(settings: str) -> None:
+    kept = run(_trains, settings, "aliased", processes=2, timeout=60)
+    own = run(_trains, settings, "apart", processes=2, timeout=60)
+    for (ours, our_norm), (theirs, their_norm) in zip(kept, own, strict=True):
+        assert our_norm == pytest.approx(their_norm, rel=1e-6)
+        close(ours, theirs)
+
+
+def _gathers(size: int) -> Any:
+    import torch.distributed as dist
+
+    sent = []
+    plain_gather = dist.all_gather
+
+    def counted(received: list[torch.Tensor], *rest: Any) -> Any:
+        sent.append(sum(value.numel() for value in received))
+        return plain_gather(received, *rest)
+
+    dist.all_gather = counted
+    model = Scale(*map(float, range(40)))
+    with shardkit.prepare(model, sgd(model), _bucket(size)) as session:
+        sent.clear()
+        session.backward(session.model(torch.ones(40)))
+        session.step()
+        return sent, weights(session)["w"]
+
+
+def _bucket(size: int) -> Strategy:
+    return Strategy("deepspeed", options={"stage": 2, "allgather_bucket_size": size})
+
+
+def test_updated_weights_are_gathered_a_bucket_at_a_time() -> None:
+    for sent, values in run(_gathers, 16, processes=2, timeout=60):
+        assert sent == [16, 16, 8]
+        assert values == pytest.approx([at - 0.1 for at in range(40)])
+
+
+def _compiler_after_a_step(stage: int) -> Any:
+    import sys
+
+    name = "torch._functorch.aot_autograd"
+    known = name in sys.modules
+    model = Scale(1.0)
+    with shardkit.prepare(model, sgd(model), strategy(f"stage={stage}")) as session:
+        session.backward(session.model(torch.ones(1)))
+        session.step()
+    return known, name in sys.modules
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_torchs_compiler_needs_stays_unloaded(stage: int) -> None:
+    for known, loaded in run(_compiler_after_a_step, stage, processes=2, timeout=60):
+        assert not known
+        assert not loaded

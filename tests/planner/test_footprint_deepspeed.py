@@ -26,7 +26,9 @@ from shardkit.errors import StrategyError
 from shardkit.testing import run
 
 STAGES = ("stage=0", "stage=1", "stage=2", "stage=3")
-VARIANTS = (*STAGES, "stage=2,offload_optimizer=cpu", "stage=3,offload_optimizer=cpu,offload_parameters=cpu")
+HALF = tuple(f"stage={stage},half_weights=true" for stage in (1, 2, 3))
+OFFLOADS = ("stage=2,offload_optimizer=cpu", "stage=3,offload_optimizer=cpu,offload_parameters=cpu")
+VARIANTS = (*STAGES, *OFFLOADS)
 
 
 def told(model: ModelSize, options: str, **more: Any) -> Footprint:
@@ -35,7 +37,8 @@ def told(model: ModelSize, options: str, **more: Any) -> Footprint:
 
 
 def asked(options: str, accumulate: int) -> Strategy:
-    return dataclasses.replace(Strategy.parse(f"deepspeed:{options}"), accumulate=accumulate)
+    precision = "bf16" if "half" in options else "fp32"
+    return dataclasses.replace(Strategy.parse(f"deepspeed:{options}"), accumulate=accumulate, precision=precision)
 
 
 def sizes(*shapes: tuple[int, ...], world_size: int = 2, device: str = "cpu") -> ModelSize:
@@ -262,14 +265,15 @@ def _holds(strategy: str, accumulate: int) -> list[int]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("options", [*VARIANTS, *HALF])
 def test_what_is_held_is_what_real_ranks_hold(options: str, accumulate: int) -> None:
     measured = run(_holds, options, accumulate, processes=2, timeout=60)
     values = [
         ParameterSize(name, tuple(value.shape), 4, value.requires_grad, value.requires_grad)
         for name, value in _layers().named_parameters()
     ]
-    found = told(ModelSize(tuple(values), 2), options, accumulate=accumulate)
+    strategy = asked(options, accumulate)
+    found = told(ModelSize(tuple(values), 2), options, accumulate=accumulate, precision=strategy.precision)
     expected = [found.held.total + found.host.total]
     state = 2 * 4 * sum(torch.Size(item.shape).numel() for item in found.stepped())
     for micro in range(accumulate):
@@ -337,8 +341,8 @@ def _tiny() -> Any:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's memory")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [*STAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in OFFLOADS)])
 def test_the_planned_peak_is_that_of_real_ranks_within_five_percent(options: str, accumulate: int) -> None:
     planned = shardkit.plan(
         _workload,
