@@ -41,8 +41,8 @@ def launch(function: Callable[..., T], *arguments: Any, processes: int = 2, time
     with prepared_call(function, arguments, processes) as (call, results, environments):
         command = [sys.executable, "-m", "shardkit._worker", str(call)]
         started = [
-            subprocess.Popen([*command, str(result)], env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
-            for result, environment in zip(results, environments, strict=True)
+            subprocess.Popen([*command, str(result)], env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+            for result, variables in zip(results, environments, strict=True)
         ]
         return collect(started, results, timeout)
 
@@ -64,11 +64,11 @@ def prepared_call(
         raise LaunchError(f"processes is at least 1, not {processes}")
     with tempfile.TemporaryDirectory(prefix="shardkit-launch-") as folder:
         call = Path(folder, "call.pickle")
-        call.write_bytes(_dump((function, arguments), "the function and its arguments"))
+        call.write_bytes(dump((function, arguments), "the function and its arguments"))
         results = [Path(folder, f"result-{rank}.pickle") for rank in range(processes)]
         # Held until the ranks have ended, so that the port can't be lost to another program.
-        store = _store()
-        yield call, results, [_environment(rank, processes, store.port) for rank in range(processes)]
+        held = store()
+        yield call, results, [environment(rank, processes, held.port) for rank in range(processes)]
 
 
 def collect(started: Sequence[Process], results: list[Path], timeout: float | None) -> list[Any]:
@@ -125,14 +125,15 @@ def _failure(rank: int, code: int, results: list[Path]) -> LaunchError:
     return LaunchError(f"rank {first} failed:\n{text}", first, text)
 
 
-def _dump(value: Any, what: str) -> bytes:
+def dump(value: Any, what: str) -> bytes:
+    """Return a value pickled by value; ``what`` names it in the error if that can't be."""
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise LaunchError(f"{what} can't be sent to another process: {error}") from error
 
 
-def _store() -> TCPStore:
+def store() -> TCPStore:
     """Return the store at which the ranks meet, held by this process so that its port can't be lost to another."""
     text = os.environ.get("MASTER_PORT", "0")
     if not (text.isdecimal() and int(text) < 2**16):
@@ -151,7 +152,8 @@ def _store() -> TCPStore:
     return TCPStore("127.0.0.1", wanted, None, is_master=True, wait_for_workers=False)
 
 
-def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
+def environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank: those of torchrun, the number of threads, and where modules are."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -39,10 +39,13 @@ def main(call: Path, result: Path) -> NoReturn:
     os._exit(status)
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that launched it ends, however that comes about."""
+def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel end this process, by this signal, when the one that launched it ends, however that comes about.
+
+    One that has ended already, it doesn't notice.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 _PR_SET_PDEATHSIG = 1

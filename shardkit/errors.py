@@ -69,3 +69,25 @@ class LaunchError(ShardkitError, RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class TrialError(LaunchError):
+    """A trial failed, and not for want of memory; ``batch`` is the micro-batch that it was tried with."""
+
+    def __init__(
+        self, message: str, rank: int | None = None, traceback: str | None = None, batch: int | None = None
+    ) -> None:
+        super().__init__(message, rank, traceback)
+        self.args = (message, rank, traceback, batch)
+        self.batch = batch
+
+
+class OutOfMemoryError(ShardkitError, MemoryError):
+    """Not even one sample fits into the budget of memory; ``asked`` bytes could not be allocated, 0 if not known."""
+
+    def __init__(self, message: str, asked: int = 0) -> None:
+        super().__init__(message, asked)
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -38,7 +38,7 @@ def check_batches(workload: Workload, size: int, count: int) -> None:
     """
     for asked in (size, size + 1):
         batch = next(_checked(workload.batches(asked), 1))
-        sizes = sorted(_sizes(batch))
+        sizes = sorted(first_dimensions(batch))
         if sizes and asked not in sizes:
             raise InputError(
                 f"batches({asked}) of the workload yields {sizes[-1]} samples: it yields as many as it is asked for, "
@@ -64,7 +64,7 @@ def _checked(batches: Iterable[Any], count: int) -> Iterator[Any]:
         raise InputError(f"batches of the workload ends after {given} of {count} batches: it is endless")
 
 
-def _sizes(batch: Any) -> set[int]:
+def first_dimensions(batch: Any) -> set[int]:
     """Return the first dimensions of a batch's tensors."""
     return {len(tensor) for tensor in tensors(batch) if tensor.dim()}
 

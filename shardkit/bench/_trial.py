@@ -1,0 +1,220 @@
+"""One trial, as one of its ranks runs it: a few steps of a workload under a strategy, within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import math
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardkit._prepare import prepare
+from shardkit._processes import Processes
+from shardkit._strategy import Strategy
+from shardkit.bench import _budget
+from shardkit.errors import InputError, ShardkitError
+from shardkit.tools._trial import rank_device, to_device
+from shardkit.workloads import Workload, _find
+from shardkit.workloads._contract import first_dimensions
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ranks of a trial do: ``steps`` windows of batches of one size. ``budget`` None sets no limit.
+
+    ``workload`` is the name of one, or the function that makes it.
+    """
+
+    workload: str | Callable[[], Workload]
+    strategy: Strategy
+    batch: int
+    steps: int
+    budget: int | None
+    device: str
+
+
+@dataclass
+class Record:
+    """What a rank has to say of a trial. Memory is in bytes, ``peak``, ``reserved`` and ``held`` above ``base``.
+
+    ``outcome`` is ``"fits"``, ``"out of memory"``, ``"refused"`` (an error of shardkit's) or ``"error"``. ``held`` is
+    what was held after each step. ``asked`` is what could not be allocated, 0 if that isn't known. ``time`` is by the
+    clock of the system, which the ranks have in common.
+    """
+
+    outcome: str = "fits"
+    base: int = 0
+    peak: int = 0
+    reserved: int = 0
+    asked: int = 0
+    held: list[int] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+    time: float = 0.0
+
+
+class Files:
+    """The files of one rank in the folder of a trial."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.record = folder / f"record-{rank}.json"
+        self.base = folder / f"base-{rank}.json"
+        self.progress = folder / f"progress-{rank}"
+        self.log = folder / f"log-{rank}"
+
+
+READY, PREPARED, STEP = b"r", b"p", b"s"
+"""What a rank appends to its file of progress: before the model is made, before the first step, after each step."""
+
+
+def run(task: Task, files: Files) -> None:
+    """Run the trial on this rank and write down what came of it; raises nothing."""
+    record = Record()
+    memory: _budget.Memory | None = None
+    with files.log.open("ab") as log:
+        faulthandler.enable(log)
+        # Where it hangs, for the one who waits to ask.
+        faulthandler.register(signal.SIGUSR1, log)
+        try:
+            _budget.fix_allocator()
+            device = rank_device(task.device)
+            make = task.workload if callable(task.workload) else _find.function(task.workload)
+            # Holds the process group, so that it counts as none of the training's memory.
+            Processes(device)
+            _warm_up(task.strategy, device)
+            memory = _budget.memory(device)
+            record.base = memory.base
+            files.base.write_text(json.dumps({"base": memory.base}))
+            _tell(files, READY)
+            if task.budget is not None:
+                memory.limit(task.budget)
+            for held, seconds in _train(task, make, device, memory, files):
+                record.held.append(held)
+                record.seconds.append(seconds)
+        except BaseException as error:
+            if memory is not None:
+                # Or there may be no memory to say so with.
+                memory.lift()
+            _describe(error, record, memory, task.budget)
+        if memory is not None:
+            memory.lift()
+            record.peak, record.reserved = memory.peak(), memory.reserved()
+        draft = files.record.with_suffix(".draft")
+        draft.write_text(json.dumps(dataclasses.asdict(record)))
+        draft.rename(files.record)
+
+
+def _train(
+    task: Task, make: Callable[[], Workload], device: torch.device, memory: _budget.Memory, files: Files
+) -> Iterator[tuple[int, float]]:
+    """Train; yield what is held after each step, and the seconds that it took without the making of batches."""
+    workload: Any = make()
+    if not isinstance(workload, Workload):
+        raise InputError(
+            f"the workload's function returns a {type(workload).__name__}: it returns a "
+            "shardkit.Workload(model, optimizer, loss, batches)"
+        )
+    model = workload.model.to(device).train()
+    with prepare(model, workload.optimizer, task.strategy) as session:
+        batches = islice(workload.batches(task.batch), session.rank, None, session.world_size)
+        _tell(files, PREPARED)
+        for _ in range(task.steps):
+            seconds = 0.0
+            for _ in range(task.strategy.accumulate):
+                batch = to_device(_checked(batches, task.batch), device)
+                start = _now(device)
+                loss = workload.loss(session.model, batch)
+                _check_loss(loss)
+                session.backward(loss)
+                session.step()
+                seconds += _now(device) - start
+                del loss
+            yield memory.held(), seconds
+            _tell(files, STEP)
+
+
+def _checked(batches: Iterator[Any], size: int) -> Any:
+    batch = next(batches, None)
+    if batch is None:
+        raise InputError(f"batches({size}) of the workload ends: it is endless")
+    sizes = first_dimensions(batch)
+    if sizes and size not in sizes:
+        raise InputError(
+            f"batches({size}) of the workload yields {max(sizes)} samples: it ignores the size, or gives its tensors "
+            "another first dimension than that of the samples"
+        )
+    return batch
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise InputError(f"loss of the workload returns {shape}: it returns the mean over the batch, with a gradient")
+
+
+def _describe(error: BaseException, record: Record, memory: _budget.Memory | None, budget: int | None) -> None:
+    asked = None if memory is None else _budget.refused_bytes(error, memory.reserved(), budget)
+    record.time = time.time()
+    record.kind = type(error).__name__
+    record.message = str(error)
+    record.traceback = "".join(traceback.format_exception(error))
+    if asked is not None:
+        record.outcome, record.asked = "out of memory", asked
+    else:
+        record.outcome = "refused" if isinstance(error, ShardkitError) else "error"
+
+
+def _tell(files: Files, what: bytes) -> None:
+    with files.progress.open("ab") as file:
+        file.write(what)
+
+
+def _warm_up(strategy: Strategy, device: torch.device) -> None:
+    """Train a little of everything, so that what libraries load and keep counts as no training's memory."""
+    # What is wrong with the strategy, the training that counts will say.
+    with contextlib.suppress(Exception):
+        model = _Little().to(device)
+        with prepare(model, torch.optim.AdamW(model.parameters()), strategy) as session:
+            for _ in range(2 * strategy.accumulate):
+                session.backward(session.model(torch.ones(2, 3, 16, 16, device=device)).float().square().mean())
+                session.step()
+
+
+class _Little(nn.Module):
+    """A convolution, attention and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 64, 3, padding=1)
+        self.embedding = nn.Embedding(16, 64)
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Linear(64, 192)
+        self.outer = nn.Linear(64, 64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        positions = torch.arange(16, device=images.device)
+        words = self.convolution(images).mean(2).transpose(1, 2) + self.embedding(positions)
+        query, key, value = self.inner(self.norm(words)).view(2, 16, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        by_hand = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(16), dim=-1) @ value
+        together = nn.functional.dropout(mixed + by_hand, 0.1).transpose(1, 2).reshape(2, 16, 64)
+        return nn.functional.gelu(self.outer(together))
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()
