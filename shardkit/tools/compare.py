@@ -179,7 +179,7 @@ def compare(
             listener.end(row)
             rows.append(row)
     settings = {name: value for name, value in dataclasses.asdict(task).items() if name not in ("progress", "workload")}
-    return Comparison({"workload": workload, **settings, "tolerance": TOLERANCE}, _versions(), reference, rows)
+    return Comparison({"workload": workload, **settings, "tolerance": TOLERANCE}, versions(), reference, rows)
 
 
 def samples_per_second(seconds: Sequence[float], samples: int) -> float | None:
@@ -254,7 +254,7 @@ def _run(
     for file in (log, task.progress):
         file.write_bytes(b"")
     try:
-        with _watched(task.progress, listener):
+        with watched(task.progress, listener.progress):
             trials = _ranks.run(
                 function, task, *arguments, processes=processes, timeout=timeout, workload=task.workload, log=log
             )
@@ -269,13 +269,13 @@ def _run(
 
 
 @contextmanager
-def _watched(progress: Path, listener: Listener) -> Iterator[None]:
-    """Tell the listener how far the trial is, from a thread: this one waits for the ranks."""
+def watched(progress: Path, tell: Callable[[int], None]) -> Iterator[None]:
+    """Tell how many bytes the file of progress has, from a thread: this one waits for the ranks."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.2):
-            listener.progress(progress.stat().st_size)
+            tell(progress.stat().st_size)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -342,7 +342,8 @@ def _weights_difference(weights: dict[str, Any], right: dict[str, Any]) -> float
     return (apart / whole) ** 0.5 if whole else None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python, shardkit, torch and of the libraries of all backends."""
     found = {"python": platform.python_version()}
     wanted = ["shardkit", "torch", "transformers"]
     for backend in _registry.backends().values():

@@ -1,0 +1,96 @@
+"""What a benchmark found, as data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+FORMAT = 1
+"""Of the JSON: rises when a name is taken away or means something else; names are added without it."""
+
+Status = Literal["measured", "out of memory", "refused", "missing", "failed"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, the quartiles on both sides of it, and how many values they are of."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self | None:
+        """Return the spread of some values, None of none."""
+        if not values:
+            return None
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(statistics.median(values), low, high, len(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one strategy in one precision.
+
+    ``batch`` is the micro-batch of a rank that all of the row holds for: the largest that fits, or the one that was asked
+    for. ``status`` is ``"missing"`` where the library isn't installed, ``"refused"`` where the backend says that it can't
+    do it right; ``note`` says why, ``details`` has the full error. ``trials`` is how many were run to find the batch.
+    ``peak_memory`` is in bytes, of each rank, above what it held before. ``step_seconds`` are of an optimizer step on the
+    slowest rank. ``samples_per_second`` and ``tokens_per_second`` are over all ranks. ``train_seconds`` is for
+    ``settings["items"]`` samples and ``evaluation_seconds`` for ``settings["evaluation_items"]``, both computed from
+    what was timed. ``batch_ratio``, ``speed_ratio`` and ``memory_ratio`` are over the baseline's: of the speed, round
+    for round. ``evaluation_note`` says why there is no evaluation, where there is none. ``seconds`` is what all took.
+    """
+
+    strategy: str
+    precision: str
+    status: Status
+    note: str = ""
+    batch: int | None = None
+    trials: int = 0
+    peak_memory: tuple[int, ...] = ()
+    step_seconds: Spread | None = None
+    samples_per_second: Spread | None = None
+    tokens_per_second: Spread | None = None
+    train_seconds: float | None = None
+    evaluation_samples_per_second: Spread | None = None
+    evaluation_seconds: float | None = None
+    evaluation_note: str = ""
+    batch_ratio: float | None = None
+    speed_ratio: Spread | None = None
+    memory_ratio: float | None = None
+    seconds: float = 0.0
+    details: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str:
+        """The strategy, with its precision where that isn't fp32."""
+        return self.strategy if self.precision == "fp32" else f"{self.strategy} in {self.precision}"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A table: the baseline is the first row. ``noise`` is the baseline's second run in each round over its first, in
+    samples per second: what lies within it is no difference."""
+
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    date: str
+    command: str
+    rows: tuple[Row, ...]
+    noise: Spread | None = None
+
+    @property
+    def baseline(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a row failed, else 0: what doesn't fit, is refused or isn't installed is an answer."""
+        return int(any(row.status == "failed" for row in self.rows))
