@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardkit import bench as bench
     from shardkit import checkpoints as checkpoints
     from shardkit import errors as errors
     from shardkit import parity as parity
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from shardkit._registry import register as register
     from shardkit._session import Session as Session
     from shardkit._strategy import Strategy as Strategy
+    from shardkit.bench import MaxBatch as MaxBatch
+    from shardkit.bench import find_max_batch as find_max_batch
     from shardkit.workloads import Workload as Workload
 
 __version__ = "0.1.0"
@@ -41,6 +44,7 @@ _HOMES = {
     "Finding": "_finding",
     "Footprint": "_footprint",
     "Imported": "_imported",
+    "MaxBatch": "bench",
     "ModelSize": "_footprint",
     "NoOptions": "_backend",
     "Pieces": "_imported",
@@ -53,8 +57,10 @@ _HOMES = {
     "Variant": "_backend",
     "Workload": "workloads",
     "backends": "_registry",
+    "bench": "bench",
     "checkpoints": "checkpoints",
     "errors": "errors",
+    "find_max_batch": "bench",
     "hookimpl": "_hookimpl",
     "launch": "_launch",
     "option": "_backend",

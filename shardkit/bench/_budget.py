@@ -79,6 +79,9 @@ class Memory(Protocol):
     def held(self) -> int:
         """Return what is held now."""
 
+    def in_use(self) -> int:
+        """Return what the allocator has given out now, of which nothing depends on how it keeps what is free."""
+
 
 def memory(device: torch.device) -> Memory:
     """Return the memory of this rank on its device; gives freed memory back first."""
@@ -98,6 +101,9 @@ class _Host:
         self._data = status["VmData"]
         self._start = _anonymous(status)
         self._before: tuple[int, int] | None = None
+        self._mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
+        if self._mallinfo is not None:
+            self._mallinfo.restype = _Mallinfo
 
     def limit(self, budget: int) -> None:
         import resource
@@ -127,6 +133,32 @@ class _Host:
 
     def held(self) -> int:
         return _anonymous(_status()) - self._start
+
+    def in_use(self) -> int:
+        if self._mallinfo is None:
+            return self.held()
+        told = self._mallinfo()
+        return int(told.uordblks + told.hblkhd)
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc tells of its heap (malloc.h); given out are ``uordblks``, and ``hblkhd`` by mmap."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 class _Device:
@@ -161,6 +193,9 @@ class _Device:
 
     def held(self) -> int:
         return int(self._module.memory_allocated(self._device)) - self.base
+
+    def in_use(self) -> int:
+        return self.held()
 
 
 def refused_bytes(error: BaseException, reserved: int, budget: int | None) -> int | None:

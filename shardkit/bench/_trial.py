@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import math
 import signal
@@ -49,7 +50,8 @@ class Record:
     """What a rank has to say of a trial. Memory is in bytes, ``peak``, ``reserved`` and ``held`` above ``base``.
 
     ``outcome`` is ``"fits"``, ``"out of memory"``, ``"refused"`` (an error of shardkit's) or ``"error"``. ``held`` is
-    what was held after each step. ``asked`` is what could not be allocated, 0 if that isn't known. ``time`` is by the
+    what was held after each step, and ``in_use`` what the allocator had given out then, and once more after a garbage
+    collection. ``asked`` is what could not be allocated, 0 if that isn't known. ``time`` is by the
     clock of the system, which the ranks have in common.
     """
 
@@ -59,6 +61,7 @@ class Record:
     reserved: int = 0
     asked: int = 0
     held: list[int] = dataclasses.field(default_factory=list)
+    in_use: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     kind: str = ""
     message: str = ""
@@ -101,9 +104,12 @@ def run(task: Task, files: Files) -> None:
             _tell(files, READY)
             if task.budget is not None:
                 memory.limit(task.budget)
-            for held, seconds in _train(task, make, device, memory, files):
-                record.held.append(held)
+            for seconds in _train(task, make, device, files):
                 record.seconds.append(seconds)
+                record.held.append(memory.held())
+                record.in_use.append(memory.in_use())
+            gc.collect()
+            record.in_use.append(memory.in_use())
         except BaseException as error:
             if memory is not None:
                 # Or there may be no memory to say so with.
@@ -117,10 +123,8 @@ def run(task: Task, files: Files) -> None:
         draft.rename(files.record)
 
 
-def _train(
-    task: Task, make: Callable[[], Workload], device: torch.device, memory: _budget.Memory, files: Files
-) -> Iterator[tuple[int, float]]:
-    """Train; yield what is held after each step, and the seconds that it took without the making of batches."""
+def _train(task: Task, make: Callable[[], Workload], device: torch.device, files: Files) -> Iterator[float]:
+    """Train; yield after each step the seconds that it took, without the making of batches."""
     workload: Any = make()
     if not isinstance(workload, Workload):
         raise InputError(
@@ -142,7 +146,7 @@ def _train(
                 session.step()
                 seconds += _now(device) - start
                 del loss
-            yield memory.held(), seconds
+            yield seconds
             _tell(files, STEP)
 
 

@@ -51,7 +51,8 @@ class Trial:
     (a rank ended without a word) or ``"hang"``; what went wrong, on which rank and how, is in ``note``, ``rank`` and
     ``details``. ``peak`` is the most that was held at a time: on the CPU resident pages, on a GPU what torch's
     allocator gave out. ``reserved`` is the most that was reserved, which a budget counts. ``held`` is, per rank, what
-    was held after each step. ``asked`` is what could not be allocated, 0 if that isn't known. ``step_seconds`` are of
+    was held after each step, and ``in_use`` what the allocator had given out then, and once more after a
+    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known. ``step_seconds`` are of
     the slowest rank in each step, without the making of batches; ``seconds`` those of the whole trial with its start.
     """
 
@@ -63,6 +64,7 @@ class Trial:
     reserved: tuple[int, ...] = ()
     base: tuple[int, ...] = ()
     held: tuple[tuple[int, ...], ...] = ()
+    in_use: tuple[tuple[int, ...], ...] = ()
     asked: int = 0
     step_seconds: tuple[float, ...] = ()
     seconds: float = 0.0
@@ -333,6 +335,7 @@ def _judge(
             return replace(
                 trial,
                 held=tuple(tuple(record.held) for record in told),
+                in_use=tuple(tuple(record.in_use) for record in told),
                 step_seconds=tuple(max(step) for step in zip(*(record.seconds for record in told), strict=True)),
             )
     failed = sorted((rank for rank in records if records[rank].outcome != "fits"), key=lambda rank: records[rank].time)
