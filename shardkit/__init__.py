@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardkit._strategy import Strategy as Strategy
     from shardkit.bench import MaxBatch as MaxBatch
     from shardkit.bench import find_max_batch as find_max_batch
+    from shardkit.planner._make import plan as plan
     from shardkit.workloads import Workload as Workload
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ _HOMES = {
     "launch": "_launch",
     "option": "_backend",
     "parity": "parity",
+    "plan": "planner._make",
     "prepare": "_prepare",
     "register": "_registry",
 }

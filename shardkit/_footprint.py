@@ -52,9 +52,9 @@ class Stepped(NamedTuple):
 class Held:
     """Bytes that a rank holds by kind. The state of the optimizer is known of what it steps, and isn't counted here.
 
-    ``parameters`` are weights, whole or in part, with gathered ones and copies in another precision; ``gradients`` those
-    that were added up; ``optimizer`` master weights and what else is the update's alone; ``buffers`` the buckets and
-    working memory of the backend and its communication.
+    ``parameters`` are weights, whole or in part, with gathered ones and copies in another precision; ``gradients``
+    those that were added up; ``optimizer`` master weights and what else is the update's alone; ``buffers`` the buckets
+    and working memory of the backend and its communication.
     """
 
     parameters: int = 0
@@ -72,8 +72,8 @@ class Footprint(ABC):
     """What the fullest rank holds, in bytes, while one window passes: a simulation that the planner leads through it.
 
     The planner knows of the model, the loss and the optimizer by running them on tensors without memory. It calls the
-    methods in the order of a window in the midst of training, not the first, and reads ``held`` and ``host`` after each.
-    A method returns the most that is held in its course beyond that, before or after; it is gone at its end.
+    methods in the order of a window in the midst of training, not the first, and reads ``held`` and ``host`` after
+    each. A method returns the most that is held in its course beyond that, before or after; it is gone at its end.
 
     ``held`` is on the device that computes; ``host`` in host memory, for what is offloaded, which is the same memory
     where the device is the CPU. ``offloaded_state`` says that the optimizer's state and its step are in host memory.
@@ -103,8 +103,8 @@ class Footprint(ABC):
     def ready(self, name: str, nbytes: int, *, last: bool) -> int:
         """The gradient of a parameter has been added up, in memory of so many bytes that is counted here from now on.
 
-        ``last`` is whether the micro-batch is the window's last. Before it the planner counted the gradient among the
-        activations, and does no more.
+        The planner counted them among the activations till then. They are none where the gradient was added to one of
+        an earlier micro-batch. ``last`` is whether the micro-batch is the window's last.
         """
         self.held.gradients += nbytes
         return 0

@@ -128,6 +128,10 @@ def _plan(
         plan.device = check_model(plan.module)
         _check_unprepared(plan.module)
         plan.strategy = resolve(strategy)
+        if plan.strategy.backend == "auto":
+            from shardkit.planner._auto import choose
+
+            plan.strategy = choose(plan.strategy, plan.module, optimizer, plan.device, expected_world_size())
         plan.backend = _registry.describe(plan.strategy.backend)
         plan.options = typed_options(plan.backend, plan.strategy.options)
         check_fit(plan.backend, plan.strategy, plan.device)

@@ -14,6 +14,7 @@ import click
 from shardkit import __version__
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
+from shardkit.planner.cli import plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -291,6 +292,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 
 main.add_command(parity)
+main.add_command(plan)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ def arms(
 ) -> list[Arm]:
     """Return the arms in the order of rows: the baseline, then every strategy in every precision, each once.
 
-    Without ``strategies`` they are all variants of all backends, and one whose library is missing is a row that says so.
+    Without ``strategies`` they are all variants of all backends; one whose library is missing is a row that says so.
 
     Raises:
         ShardkitError: the text of a strategy or a precision is wrong, or the baseline can't run.
@@ -44,8 +44,9 @@ def arms(
     if first.strategy is None or not first.open:
         raise InputError(f"the baseline {first.row.strategy!r} can't run: {first.row.note}")
     found = [first]
+    crossed: Sequence[str | None] = precisions or (None,)
     for text in wanted:
-        for precision in precisions or (None,):
+        for precision in crossed:
             arm = _arm(text, precision, accumulate, device)
             if all((arm.row.strategy, arm.row.precision) != (one.row.strategy, one.row.precision) for one in found):
                 found.append(arm)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def hardware() -> dict[str, Any]:
-    """Return the machine's processor, cores, memory in bytes, load and GPUs; a name is left out where it isn't known."""
+    """Return the machine's processor, cores, memory in bytes, load and GPUs; what isn't known is left out."""
     import torch
 
     found: dict[str, Any] = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}

@@ -37,14 +37,15 @@ class Spread:
 class Row:
     """What came of one strategy in one precision.
 
-    ``batch`` is the micro-batch of a rank that all of the row holds for: the largest that fits, or the one that was asked
-    for. ``status`` is ``"missing"`` where the library isn't installed, ``"refused"`` where the backend says that it can't
-    do it right; ``note`` says why, ``details`` has the full error. ``trials`` is how many were run to find the batch.
-    ``peak_memory`` is in bytes, of each rank, above what it held before. ``step_seconds`` are of an optimizer step on the
-    slowest rank. ``samples_per_second`` and ``tokens_per_second`` are over all ranks. ``train_seconds`` is for
-    ``settings["items"]`` samples and ``evaluation_seconds`` for ``settings["evaluation_items"]``, both computed from
-    what was timed. ``batch_ratio``, ``speed_ratio`` and ``memory_ratio`` are over the baseline's: of the speed, round
-    for round. ``evaluation_note`` says why there is no evaluation, where there is none. ``seconds`` is what all took.
+    ``batch`` is the micro-batch of a rank that all of the row holds for: the largest that fits, or the one asked for.
+    ``status`` is ``"missing"`` where the library isn't installed, ``"refused"`` where the backend says that it can't do
+    it right; ``note`` says why, ``details`` has the full error. ``trials`` is how many were run to find the batch, and
+    ``notes`` say what it holds for. ``peak_memory`` is in bytes, of each rank, above what it held before.
+    ``step_seconds`` are of an optimizer step on the slowest rank. ``samples_per_second`` and ``tokens_per_second`` are
+    over all ranks. ``train_seconds`` is for ``settings["items"]`` samples and ``evaluation_seconds`` for
+    ``settings["evaluation_items"]``, both computed from what was timed. ``batch_ratio``, ``speed_ratio`` and
+    ``memory_ratio`` are over the baseline's: of the speed, round for round. ``evaluation_note`` says why there is no
+    evaluation, where there is none. ``seconds`` is what all took.
     """
 
     strategy: str
@@ -53,6 +54,7 @@ class Row:
     note: str = ""
     batch: int | None = None
     trials: int = 0
+    notes: tuple[str, ...] = ()
     peak_memory: tuple[int, ...] = ()
     step_seconds: Spread | None = None
     samples_per_second: Spread | None = None

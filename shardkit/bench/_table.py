@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from shardkit._sizes import parse_bytes
 from shardkit.bench import _machine
 from shardkit.bench._arms import Arm, arms
+from shardkit.bench._largest import find_max_batch
 from shardkit.bench._results import Bench, Row, Spread
 from shardkit.bench._trials import Listener, Trial, Trials
-from shardkit.errors import InputError, LaunchError, ShardkitError, TrialError
-from shardkit.tools.compare import headline, versions, watched
+from shardkit.errors import InputError, OutOfMemoryError, ShardkitError, TrialError
+from shardkit.tools.listing import versions
 
 if TYPE_CHECKING:
-    from shardkit.bench._timing import Times
     from shardkit.workloads import Workload
+
+WARM_UP_STEPS = 2
+"""Steps of a timed run that don't count: the first allocate buffers and optimizer states."""
 
 
 class Watcher:
@@ -60,9 +61,9 @@ def bench(
 ) -> Bench:
     """Measure the workload under each strategy, or under every variant of every backend, in each precision.
 
-    The batch is the largest that fits into ``memory`` per rank, such as ``"24GiB"``, or ``batch`` for all. ``precisions``
-    are fp32 unless said otherwise. The first row is the ``baseline``: the first variant that shards nothing, in fp32,
-    unless said otherwise. Training is timed for ``steps`` steps in each of ``repeats`` rounds; times for ``items``
+    The batch is the largest that fits into ``memory`` per rank, such as ``"24GiB"``, or ``batch`` for all. Without
+    ``precisions`` each trains in its own, fp32 unless its text says otherwise. The first row is the ``baseline``: the
+    first variant that shards nothing, in fp32, unless said otherwise. Training is timed for ``steps`` steps in each of ``repeats`` rounds; times for ``items``
     samples of training, and ``evaluation_items`` of evaluation, are computed from that; 0 leaves the evaluation out.
     ``timeout`` is the seconds after which a trial that comes no further is given up.
 
@@ -117,7 +118,7 @@ class _Plan:
     watcher: Watcher
 
     def settings(self) -> dict[str, Any]:
-        from shardkit.bench._timing import LARGEST_GENERATED, LOSS_BATCHES, WARM_UP_STEPS
+        from shardkit.bench._evaluation import LARGEST_GENERATED, LOSS_BATCHES
 
         return {
             "workload": self.trials.name,
@@ -164,20 +165,17 @@ def _run(plan: _Plan, found: list[_Measured]) -> None:
         row = one.arm.row
         one.tell(seconds=time.monotonic() - start)
         plan.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else told(row)}")
-    # The process that forked those is idle from now on, and holds what it imported.
-    plan.trials.close()
-    with tempfile.TemporaryDirectory(prefix="shardkit-bench-") as folder:
-        for turn in range(plan.repeats):
-            # There and back, so that a machine that gets slower through a round favours none.
-            others = [one for one in found[1:] if one.arm.open]
-            for one in (found[0], *(others if turn % 2 == 0 else reversed(others)), found[0]):
-                if one.arm.open:
-                    start = time.monotonic()
-                    what = f"{one.arm.row.name}, round {turn + 1} of {plan.repeats}"
-                    plan.watcher.begin(what)
-                    _time(plan, one, turn, Path(folder))
-                    one.tell(seconds=one.arm.row.seconds + time.monotonic() - start)
-                    plan.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else told(one.arm.row)}")
+    for turn in range(plan.repeats):
+        # There and back, so that a machine that gets slower through a round favours none.
+        others = [one for one in found[1:] if one.arm.open]
+        for one in (found[0], *(others if turn % 2 == 0 else reversed(others)), found[0]):
+            if one.arm.open:
+                start = time.monotonic()
+                what = f"{one.arm.row.name}, round {turn + 1} of {plan.repeats}"
+                plan.watcher.begin(what)
+                _time(plan, one, turn)
+                one.tell(seconds=one.arm.row.seconds + time.monotonic() - start)
+                plan.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else told(one.arm.row)}")
 
 
 def _speed(one: _Measured, turn: int) -> str:
@@ -210,12 +208,34 @@ def _find_batch(plan: _Plan, one: _Measured, *, baseline: bool) -> None:
     """Find the largest batch, or try the one that was asked for, and note what memory it took."""
     assert one.arm.strategy is not None
     listener = _Heard(plan.watcher)
-    try:
+
+    def search() -> Trial:
+        assert one.arm.strategy is not None
         if plan.batch is not None:
-            trial = plan.trials.run(one.arm.strategy, plan.batch, listener=listener).check()
-            one.tell(trials=1)
-        else:
-            raise NotImplementedError
+            one.tell(trials=1, batch=plan.batch)
+            return plan.trials.run(one.arm.strategy, plan.batch, listener=listener).check()
+        assert plan.budget is not None
+        found = find_max_batch(plan.trials, one.arm.strategy, memory=plan.budget, listener=listener)
+        one.tell(trials=len(found.trials), notes=found.notes)
+        return found.best
+
+    trial = _guarded(one, search, baseline=baseline)
+    if trial is not None and not trial.fits:
+        one.tell(status="out of memory", note=trial.note, details=trial.details)
+    elif trial is not None:
+        one.tell(batch=trial.batch, peak_memory=trial.peak)
+
+
+def _guarded(one: _Measured, run: Callable[[], Trial], *, baseline: bool) -> Trial | None:
+    """Return the trial; None if there is none, which the row then says.
+
+    Raises:
+        InputError: the workload is wrong: the baseline says so.
+    """
+    try:
+        return run()
+    except OutOfMemoryError as error:
+        one.tell(status="out of memory", note=str(error), batch=1)
     except TrialError as error:
         first, _, details = str(error).partition("\n")
         one.tell(status="failed", note=first, details=details)
@@ -225,78 +245,57 @@ def _find_batch(plan: _Plan, one: _Measured, *, baseline: bool) -> None:
         one.tell(status="failed", note=str(error))
     except ShardkitError as error:
         one.tell(status="refused", note=str(error))
-    else:
-        one.trial = trial
-        one.tell(batch=trial.batch, peak_memory=trial.peak)
-        if not trial.fits:
-            one.tell(status="out of memory", note=trial.note, details=trial.details)
+    return None
 
 
-def _time(plan: _Plan, one: _Measured, turn: int, folder: Path) -> None:
+def _time(plan: _Plan, one: _Measured, turn: int) -> None:
     """Time an arm once, in fresh processes."""
-    from shardkit.bench._timing import WARM_UP_STEPS, Timed, run
-    from shardkit.tools import _ranks
-    from shardkit.tools._trial import Refusal
+    strategy, batch = one.arm.strategy, one.arm.row.batch
+    assert strategy is not None
+    assert batch is not None
 
-    row = one.arm.row
-    assert one.arm.strategy is not None
-    assert row.batch is not None
-    progress, log = folder / "progress", folder / "log"
-    for file in (progress, log):
-        file.write_bytes(b"")
-    workload = plan.trials.workload
-    task = Timed(
-        workload, one.arm.strategy, row.batch, plan.steps, plan.evaluation_items > 0, plan.trials.device, progress
-    )
-    parts = WARM_UP_STEPS + plan.steps + task.evaluate
-    # To start and to evaluate may take as long as a trial may without a step.
-    allowed = 2 * plan.timeout + 10 * parts * max(one.trial.step_seconds if one.trial is not None else [0.0])
-    try:
-        with watched(progress, lambda done: plan.watcher.progress(done, parts, "")):
-            ranks: list[Times | Refusal] = _ranks.run(
-                run,
-                task,
-                processes=plan.trials.processes,
-                timeout=allowed,
-                workload=workload if isinstance(workload, str) else "",
-                log=log,
-            )
-    except LaunchError as error:
-        printed = log.read_text(errors="replace")[-4000:]
-        details = "\n".join(filter(None, [error.traceback, printed and f"printed by the ranks:\n{printed}"]))
-        one.tell(status="failed", note=f"in a timed run, {headline(error)}", details=details)
+    def run() -> Trial:
+        trial = plan.trials.run(
+            strategy,
+            batch,
+            steps=WARM_UP_STEPS + plan.steps,
+            timed=True,
+            evaluate=plan.evaluation_items > 0,
+            listener=_Heard(plan.watcher),
+        ).check()
+        if not trial.fits:
+            raise TrialError(f"batch {batch}: out of memory in a timed run, which has no budget: {trial.note}")
+        return trial
+
+    trial = _guarded(one, run, baseline=False)
+    if trial is None:
         return
-    times = [rank for rank in ranks if not isinstance(rank, Refusal)]
-    if len(times) < len(ranks):
-        note = next(rank.message for rank in ranks if isinstance(rank, Refusal))
-        one.tell(status="refused", note=note)
-        return
-    _note(plan, one, turn, times)
-
-
-def _note(plan: _Plan, one: _Measured, turn: int, times: list[Times]) -> None:
-    """Keep what the ranks of a run took: the slowest of them is the speed of a step."""
-    assert one.arm.row.batch is not None
-    slowest = [max(step) for step in zip(*(rank.steps for rank in times), strict=True)]
-    one.step_seconds += slowest
-    one.tokens = times[0].tokens
-    samples = one.arm.row.batch * plan.accumulate * len(times)
-    one.speeds.setdefault(turn, []).append(samples / statistics.median(slowest))
-    error = next((rank.evaluation_error for rank in times if rank.evaluation_error), "")
+    seconds = trial.step_seconds[WARM_UP_STEPS:]
+    one.step_seconds += seconds
+    one.tokens = trial.tokens
+    one.speeds.setdefault(turn, []).append(_samples(plan, batch) / statistics.median(seconds))
+    error = next((rank.error for rank in trial.evaluations if rank.error), "")
     if error:
         one.tell(evaluation_note=error)
-    else:
-        batches = [max(batch) for batch in zip(*(rank.evaluations for rank in times), strict=True)]
-        one.evaluations += [times[0].evaluated * len(times) / seconds for seconds in batches]
+    elif trial.evaluations:
+        # The slowest rank counts, as with the steps.
+        batches = [max(ranks) for ranks in zip(*(rank.seconds for rank in trial.evaluations), strict=True)]
+        samples = sum(rank.samples for rank in trial.evaluations)
+        one.evaluations += [samples / taken for taken in batches]
+
+
+def _samples(plan: _Plan, batch: int) -> int:
+    """Return the samples of an optimizer step on all ranks."""
+    return batch * plan.accumulate * plan.trials.processes
 
 
 def _row(plan: _Plan, one: _Measured, base: _Measured) -> Row:
     row = one.arm.row
-    if not one.arm.open or row.batch is None:
+    if not one.arm.open or row.batch is None or not one.step_seconds:
         return row
     steps = Spread.of(one.step_seconds)
     assert steps is not None
-    samples = row.batch * plan.accumulate * plan.trials.processes
+    samples = _samples(plan, row.batch)
     speed = Spread(samples / steps.median, samples / steps.high, samples / steps.low, steps.count)
     tokens = None
     if one.tokens is not None:
@@ -312,14 +311,15 @@ def _row(plan: _Plan, one: _Measured, base: _Measured) -> Row:
         evaluation_samples_per_second=evaluation,
         evaluation_seconds=None if evaluation is None else plan.evaluation_items / evaluation.median,
     )
-    if not base.arm.open or base.arm.row.batch is None:
+    other = base.arm.row
+    if not base.arm.open or other.batch is None:
         return row
     shared = sorted(set(one.speeds) & set(base.speeds))
     ratios = [statistics.fmean(one.speeds[turn]) / statistics.fmean(base.speeds[turn]) for turn in shared]
-    own, other = row.peak_memory, base.arm.row.peak_memory
+    least = max(other.peak_memory, default=0)
     return replace(
         row,
-        batch_ratio=row.batch / base.arm.row.batch,
+        batch_ratio=row.batch / other.batch,
         speed_ratio=Spread.of(ratios),
-        memory_ratio=max(own) / max(other) if own and other and max(other) else None,
+        memory_ratio=max(row.peak_memory) / least if row.peak_memory and least else None,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import platform
 import re
 import statistics
 import tempfile
@@ -21,7 +19,7 @@ from shardkit._options import typed_options
 from shardkit._strategy import Strategy, is_path
 from shardkit.errors import InputError, LaunchError, MissingLibraryError, PluginError, StrategyError
 from shardkit.tools import _server
-from shardkit.tools.listing import distribution
+from shardkit.tools.listing import versions
 from shardkit.workloads import _find
 
 if TYPE_CHECKING:
@@ -254,7 +252,7 @@ def _run(
     for file in (log, task.progress):
         file.write_bytes(b"")
     try:
-        with watched(task.progress, listener.progress):
+        with _watched(task.progress, listener):
             trials = _ranks.run(
                 function, task, *arguments, processes=processes, timeout=timeout, workload=task.workload, log=log
             )
@@ -269,13 +267,13 @@ def _run(
 
 
 @contextmanager
-def watched(progress: Path, tell: Callable[[int], None]) -> Iterator[None]:
-    """Tell how many bytes the file of progress has, from a thread: this one waits for the ranks."""
+def _watched(progress: Path, listener: Listener) -> Iterator[None]:
+    """Tell the listener how far the trial is, from a thread: this one waits for the ranks."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.2):
-            tell(progress.stat().st_size)
+            listener.progress(progress.stat().st_size)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -340,18 +338,3 @@ def _weights_difference(weights: dict[str, Any], right: dict[str, Any]) -> float
     apart = sum(float((weights[name].double() - value.double()).square().sum()) for name, value in right.items())
     whole = sum(float(value.double().square().sum()) for value in right.values())
     return (apart / whole) ** 0.5 if whole else None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, shardkit, torch and of the libraries of all backends."""
-    found = {"python": platform.python_version()}
-    wanted = ["shardkit", "torch", "transformers"]
-    for backend in _registry.backends().values():
-        if backend.requires:
-            wanted.append(distribution(backend))
-    for name in wanted:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

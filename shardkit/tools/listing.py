@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import platform
 import re
 import typing
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,21 @@ def _version(backend: Backend) -> str | None:
 def distribution(backend: Backend) -> str:
     """Return the name under which pip knows the backend's library."""
     return re.split(r"[\s<>=!~;\[]", backend.requires or backend.library or "torch", maxsplit=1)[0]
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions that figures depend on: Python, shardkit, torch, transformers, the libraries."""
+    found = {"python": platform.python_version()}
+    wanted = ["shardkit", "torch", "transformers"]
+    for backend in _registry.backends().values():
+        if backend.requires:
+            wanted.append(distribution(backend))
+    for name in wanted:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

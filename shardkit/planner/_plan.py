@@ -1,0 +1,178 @@
+"""From a workload, a memory and a number of ranks to what each strategy would hold, and what batch fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardkit import _registry
+from shardkit._backend import Backend, Variant
+from shardkit._footprint import Footprint, ModelSize, Stepped
+from shardkit._options import typed_options
+from shardkit._strategy import Strategy
+from shardkit.errors import PluginError, ShardkitError
+from shardkit.planner._curve import Curve
+from shardkit.planner._declared import DeclaredFootprint
+from shardkit.planner._optimizer import Cost, Stepper
+from shardkit.planner._profile import Profile, Subject
+from shardkit.planner._results import Row
+from shardkit.planner._simulate import Peak, simulate
+from shardkit.workloads import Workload, _find
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of a plan. ``memory`` is in bytes, of one rank; None: no limit. ``batch`` is the one
+    whose peak is told; None: the largest that fits, or 1."""
+
+    strategies: tuple[Strategy, ...]
+    memory: int | None
+    processes: int
+    batch: int | None
+    device: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row for each strategy, the number of the model's elements, and what there is to say of how it was planned."""
+
+    rows: list[Row]
+    parameters: int
+    notes: list[str]
+
+
+def rows(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
+    """Plan each strategy. To be run in a process of its own: building the workload seeds the generators."""
+    try:
+        make = _find.function(workload) if isinstance(workload, str) else workload
+        subject = Subject(make, device=task.device)
+        planner = _Planner(subject, task)
+        found = [planner.row(strategy) for strategy in task.strategies]
+        return Outcome(found, sum(value.elements for value in subject.parameters), subject.notes)
+    except ShardkitError as refusal:
+        return refusal
+
+
+class _Planner:
+    def __init__(self, subject: Subject, task: Task) -> None:
+        self._subject = subject
+        self._task = task
+        self._model = ModelSize(subject.parameters, task.processes, task.device)
+        self._stepper = Stepper(subject.optimizer, subject.parameters_by_name, device=task.device)
+        self._curves: dict[str, Curve] = {}
+        self._owners = {name: names for names in subject.owners.values() for name in names}
+
+    def row(self, strategy: Strategy) -> Row:
+        text = str(strategy)
+        try:
+            backend = _registry.describe(strategy.backend)
+            options = typed_options(backend, strategy.options)
+            if strategy.precision not in backend.precisions:
+                known = ", ".join(sorted(backend.precisions))
+                return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
+            _footprint(self._model, backend, strategy, options)
+        except PluginError as error:
+            return Row(text, strategy.precision, "refused", note=str(error))
+        except ShardkitError as error:
+            return Row(text, strategy.precision, "refused", note=str(error))
+        curve = self._curve(strategy.precision)
+
+        cost = self._stepper.cost(_footprint(self._model, backend, strategy, options).stepped())
+
+        def peak(profile: Profile) -> Peak:
+            return simulate(
+                _footprint(self._model, backend, strategy, options),
+                profile,
+                cost,
+                self._owners,
+                extra=self._subject.buffers,
+                micro_batches=min(strategy.accumulate, 2),
+            )
+
+        speed = _variant(backend, strategy).speed
+        memory, batch = self._task.memory, self._task.batch
+        first = peak(curve.exactly(1))
+        if memory is None:
+            wanted = batch or 1
+            found = peak(curve.exactly(wanted))
+            around = sorted({1, wanted, wanted + 1})
+            return _row(strategy, speed, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
+        if first.total > memory:
+            return _row(strategy, speed, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
+        largest = curve.largest(lambda profile: peak(profile).total, memory)
+        around = sorted({1, 2, max(1, largest // 2), largest, largest + 1})
+        points = [(at, peak(curve.near(at)).total) for at in around]
+        wanted = batch or largest
+        return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
+
+    def _curve(self, precision: str) -> Curve:
+        if precision not in self._curves:
+            self._curves[precision] = Curve(lambda batch: self._subject.profile(batch, precision))
+        return self._curves[precision]
+
+
+def planned(
+    strategy: Strategy,
+    model: ModelSize,
+    cost: Callable[[Sequence[Stepped]], Cost],
+    profile: Profile,
+    owners: Mapping[str, tuple[str, ...]],
+    *,
+    extra: int,
+    memory: int | None,
+) -> Row:
+    """Return the row of a strategy for one profile, and nothing of other batches."""
+    backend = _registry.describe(strategy.backend)
+    options = typed_options(backend, strategy.options)
+    peak = simulate(
+        _footprint(model, backend, strategy, options),
+        profile,
+        cost(_footprint(model, backend, strategy, options).stepped()),
+        owners,
+        extra=extra,
+        micro_batches=min(strategy.accumulate, 2),
+    )
+    short = 0 if memory is None else max(0, peak.total - memory)
+    points = [(profile.batch, peak.total)]
+    speed = _variant(backend, strategy).speed
+    return _row(strategy, speed, "short" if short else "fits", peak, profile.batch, points, short=short)
+
+
+def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: Any) -> Footprint:
+    told = _registry.footprint(backend.name, model, strategy, options)
+    if told is not None:
+        return told
+    variant = _variant(backend, strategy)
+    return DeclaredFootprint(model, shards=variant.shards, offloads=variant.offloads)
+
+
+def _variant(backend: Backend, strategy: Strategy) -> Variant:
+    """Return the variant that a strategy is one of, going by its options; the backend's first where it is none."""
+    texts = {variant: Strategy.parse(variant.strategy).options for variant in backend.variants}
+    asked = {name: str(value) for name, value in strategy.options.items()}
+    fitting = [variant for variant, options in texts.items() if options.items() <= asked.items()]
+    return max(fitting, key=lambda variant: len(texts[variant]), default=backend.variants[0])
+
+
+def _row(
+    strategy: Strategy,
+    speed: float | None,
+    status: Literal["fits", "short"],
+    peak: Peak,
+    batch: int,
+    points: Sequence[tuple[int, int]],
+    **more: Any,
+) -> Row:
+    return Row(
+        str(strategy),
+        strategy.precision,
+        status,
+        batch=batch,
+        peak=peak.total,
+        points=tuple(points),
+        speed=speed,
+        **dataclasses.asdict(peak),
+        **more,
+    )

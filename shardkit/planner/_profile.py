@@ -1,0 +1,203 @@
+"""What one micro-batch of a workload does in memory, known by running it on tensors that have shapes and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardkit._footprint import ParameterSize
+from shardkit._precision import lower
+from shardkit.errors import InputError
+from shardkit.nested import map_tensors
+from shardkit.planner._as_cuda import as_on_cuda
+from shardkit.planner._ledger import Ledger, storages
+from shardkit.workloads import Workload
+from shardkit.workloads._contract import tensors
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class Event(NamedTuple):
+    """Something that happens in the pass, and the memory after it.
+
+    ``forward`` is before a module runs that owns the parameters ``names``; ``backward`` is the loss; ``ready`` is when
+    the gradient of the parameter ``names`` has been added up, in memory of ``nbytes``. ``live`` is what activations and
+    temporary tensors hold then, and ``high`` the most that they hold until the next event, in bytes.
+    """
+
+    kind: Literal["forward", "backward", "ready"]
+    names: tuple[str, ...]
+    nbytes: int
+    live: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One micro-batch of a size. ``data`` is the most that the making of a batch holds, with the batch before."""
+
+    batch: int
+    events: tuple[Event, ...]
+    data: int
+
+
+class Subject:
+    """A workload on tensors without memory: what its model and optimizer are, and how its passes go."""
+
+    def __init__(self, make: Callable[[], Workload], *, device: str) -> None:
+        self.notes: list[str] = []
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._workload = self._made(make)
+        model = self._workload.model.train()
+        self._model = model
+        updated = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
+        self.parameters = tuple(
+            ParameterSize(name, tuple(value.shape), value.element_size(), value.requires_grad, id(value) in updated)
+            for name, value in model.named_parameters()
+        )
+        self.buffers = storages(list(model.buffers()))
+        self.owners = owners(model)
+        self.dtypes = {value.dtype for value in model.parameters()}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._workload.optimizer
+
+    @property
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def _made(self, make: Callable[[], Workload]) -> Workload:
+        try:
+            with self._fake:
+                made = make()
+            next(made.batches(1))
+            return made
+        except Exception as error:
+            self.notes.append(
+                f"the model was built with memory, once: on tensors without it, its function raises "
+                f"{type(error).__name__}: {_first_line(error)}"
+            )
+        made = make()
+        places = {id(value): value for value in made.model.parameters()}
+        with self._fake:
+            made.model._apply(self._without_memory)
+        fakes = dict(zip(places, made.model.parameters(), strict=True))
+        for group in made.optimizer.param_groups:
+            group["params"] = [fakes[id(value)] for value in group["params"]]
+        return made
+
+    def _without_memory(self, value: Tensor) -> Tensor:
+        return value if isinstance(value, FakeTensor) else self._fake.from_tensor(value)
+
+    def profile(self, batch: int, precision: str) -> Profile:
+        """Return what a micro-batch of this size does in this precision.
+
+        Raises:
+            InputError: it can't be known without real numbers.
+        """
+        ledger = Ledger()
+        with ledger:
+            batches = self._workload.batches(batch)
+            drawn = next(batches)
+            held = ledger.now
+            ledger.high = ledger.now
+            drawn_again = next(batches)
+            data = ledger.high
+        sizes = {len(value) for value in tensors(drawn) if value.dim()}
+        if sizes and batch not in sizes:
+            raise InputError(
+                f"batches({batch}) of the workload yields {max(sizes)} samples: it yields as many as it is asked for, "
+                "along the first dimension of each tensor"
+            )
+        del drawn_again, batches
+        try:
+            events = self._pass(map_tensors(drawn, self._fake.from_tensor), max(held, storages(drawn)), precision)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the workload can't be planned without real numbers: a micro-batch of {batch} raises "
+                f"{type(error).__name__}: {_first_line(error)}. shardkit.find_max_batch measures it instead"
+            ) from error
+        return Profile(batch, tuple(events), data)
+
+    def _pass(self, batch: Any, held: int, precision: str) -> list[Event]:
+        model = self._model
+        events: list[Event] = []
+        ledger = Ledger()
+        names = {id(value): name for name, value in model.named_parameters()}
+        for value in [*model.parameters(), *model.buffers(), *tensors(batch)]:
+            ledger.leave_out(value)
+        if self._device == "cpu":
+            ledger.now = held  # the batch; on another device its copy there
+        else:
+            ledger.now = storages(batch)
+
+        def note(kind: Any, told: tuple[str, ...], nbytes: int = 0) -> None:
+            if events:
+                events[-1] = events[-1]._replace(high=ledger.high)
+            events.append(Event(kind, told, nbytes, ledger.now, ledger.now))
+            ledger.high = ledger.now
+
+        def enter(module: nn.Module, _: Any) -> None:
+            note("forward", self.owners[module])
+
+        def ready(value: Tensor) -> None:
+            assert value.grad is not None
+            size = ledger.leave_out(value.grad)
+            value.grad = None
+            note("ready", (names[id(value)],), size)
+
+        handles: list[Any] = [part.register_forward_pre_hook(enter) for part in self.owners]
+        handles += [
+            value.register_post_accumulate_grad_hook(ready) for value in model.parameters() if value.requires_grad
+        ]
+        raise_again = lower(model, precision, torch.device("cpu"))
+        rules = as_on_cuda() if self._device == "cuda" else nullcontext()
+        try:
+            with _quiet(), self._fake, rules, ledger:
+                note("forward", ())
+                loss = self._workload.loss(model, batch)
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    raise InputError("loss of the workload returns no scalar with a gradient")
+                note("backward", ())
+                loss.backward()
+                del loss
+        finally:
+            raise_again()
+            for handle in handles:
+                handle.remove()
+            for value in model.parameters():
+                value.grad = None
+        events[-1] = events[-1]._replace(high=ledger.high)
+        return events
+
+
+def owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Return each module that has parameters of its own, with their names as the model has them."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    own = {part: tuple(names[id(value)] for value in part.parameters(recurse=False)) for part in model.modules()}
+    return {part: told for part, told in own.items() if told}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "without a word").splitlines()[0][:200]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what models warn of when they run from the user: nothing is trained."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
