@@ -36,9 +36,9 @@ def arms(
     Raises:
         ShardkitError: the text of a strategy or a precision is wrong, or the baseline can't run.
     """
-    for precision in precisions:
+    for name in precisions:
         # It checks the name.
-        Strategy("any", precision=precision)
+        Strategy("any", precision=name)
     wanted = list(strategies) or _variants()
     first = _arm(baseline if baseline is not None else _plain(wanted), None, accumulate, device)
     if first.strategy is None or not first.open:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from shardkit.workloads import Workload
 
 
+WINDOW = 4
+"""Micro-batches of a step of a trial, where a global batch asks for as many or more: further ones hold nothing more."""
+
+
 @dataclass(frozen=True)
 class MaxBatch:
     """The largest batch that fits into a budget, and the trials that show it. Memory is in bytes, per rank.
@@ -91,7 +95,7 @@ def find_max_batch(
     trial of which no rank ends a step within ``timeout`` seconds hangs.
 
     With ``global_batch`` the samples of a step on all ranks stay the same: the sizes are those that divide it, and
-    ``accumulate`` makes up for them. Without, it is the strategy's unless given. ``estimate`` says about how many bytes
+    ``accumulate`` makes up for them; a trial takes at most ``WINDOW`` micro-batches a step. Without, it is the strategy's unless given. ``estimate`` says about how many bytes
     a rank takes with a micro-batch, which saves trials; the answer doesn't depend on it. ``max_batch`` is the largest
     size that is tried. ``alternatives`` is called where nothing fits, and says what would.
 
@@ -123,9 +127,16 @@ def find_max_batch(
     ran: list[Trial] = []
 
     def run(batch: int) -> Trial:
-        share = accumulate if global_batch is None else global_batch // (batch * trials.processes)
-        ran.append(trials.run(strategy, batch, accumulate=share, budget=budget, listener=listener))
-        return ran[-1]
+        share = accumulate if global_batch is None else min(global_batch // (batch * trials.processes), WINDOW)
+        trial = trials.run(strategy, batch, accumulate=share, budget=budget, listener=listener)
+        if trial.outcome == "died" and 2 * trial.grown >= budget:
+            # Some libraries don't look whether they got the memory that they asked for: then it trains with more.
+            again = trials.run(strategy, batch, accumulate=share, budget=2 * budget, listener=listener)
+            if again.outcome in ("fits", "out of memory"):
+                more = f"; within {format_bytes(2 * budget)} it doesn't"
+                trial = dataclasses.replace(trial, outcome="out of memory", note=trial.note + more)
+        ran.append(trial)
+        return trial
 
     while (batch := search.next()) is not None:
         trial = run(batch)
@@ -138,19 +149,20 @@ def find_max_batch(
     if search.largest is None:
         raise _nothing_fits(ran, strategy, budget, alternatives)
     best = next(trial for trial in reversed(ran) if trial.fits and trial.batch == search.largest)
+    share = best.accumulate if global_batch is None else global_batch // (best.batch * trials.processes)
     leak = _leak(best)
     return MaxBatch(
         workload=trials.name,
-        strategy=str(dataclasses.replace(strategy, accumulate=best.accumulate)),
+        strategy=str(dataclasses.replace(strategy, accumulate=share)),
         memory=budget,
         processes=trials.processes,
         device=trials.device,
         batch=best.batch,
-        accumulate=best.accumulate,
-        global_batch=best.batch * best.accumulate * trials.processes,
+        accumulate=share,
+        global_batch=best.batch * share * trials.processes,
         trials=tuple(ran),
         leak=leak,
-        notes=tuple(_notes(best, sizes, budget, leak, trials.device, global_batch)),
+        notes=tuple(_notes(best, share, sizes, budget, leak, trials.device, global_batch)),
     )
 
 
@@ -257,7 +269,7 @@ def _nothing_fits(
 
 
 def _notes(
-    best: Trial, sizes: Sequence[int], budget: int, leak: int | None, device: str, global_batch: int | None
+    best: Trial, share: int, sizes: Sequence[int], budget: int, leak: int | None, device: str, global_batch: int | None
 ) -> list[str]:
     notes = []
     if best.batch == sizes[-1]:
@@ -270,6 +282,10 @@ def _notes(
         notes.append(
             "the ranks gave freed blocks of 128 KiB and more back to the kernel at once (glibc's M_MMAP_THRESHOLD), "
             "from one arena; left to itself glibc keeps them, and up to a third less fits, differently from run to run"
+        )
+    if share > best.accumulate:
+        notes.append(
+            f"a step of a trial took {best.accumulate} of the {share} micro-batches: further ones hold nothing more"
         )
     if leak is not None:
         left = max(0, budget - max(best.reserved)) // leak

@@ -43,8 +43,10 @@ class Search:
         """The place of the largest size that fitted."""
         self._high = len(sizes)
         """That of the smallest that failed."""
-        self._fits = self._fails = 0
-        """How many trials in a row came out so, up to the last."""
+        self._fails = 0
+        """How many trials have failed since the last that fitted."""
+        self._beyond = 0
+        """How many trials since the last that failed went where memory should end."""
 
     @property
     def largest(self) -> int | None:
@@ -63,12 +65,12 @@ class Search:
         place = bisect.bisect_left(self._sizes, size)
         self._peaks[place] = peak
         self._low = max(self._low, place)
-        self._fits, self._fails = self._fits + 1, 0
+        self._fails = 0
 
     def failed(self, size: int) -> None:
         """Hear that a size didn't fit."""
         self._high = min(self._high, bisect.bisect_left(self._sizes, size))
-        self._fits, self._fails = 0, self._fails + 1
+        self._fails, self._beyond = self._fails + 1, 0
 
     def _first(self) -> int:
         """Return the place of the first size to try, or of the next after only failures."""
@@ -85,18 +87,21 @@ class Search:
     def _guess(self) -> int:
         """Return the place where the budget should end, from what was measured and where it can't be."""
         place = self._predicted()
-        if self._low < place < self._high:
+        unit = self._unit()
+        if place < self._high and place - self._low <= unit:
+            # It ends here, or further on than was measured: to see how far, in steps that double.
+            place = max(place, self._low + (unit << self._beyond if self._beyond else 1))
+            self._beyond += 1
+            return place if place < self._high else self._low + (self._high - self._low + 1) // 2
+        if place < self._high:
+            self._beyond = 0
             return place
-        if place <= self._low:
-            # It ends further on than was measured: to see how far, in steps that double.
-            further = self._low + (1 << max(self._fits - 2, 0))
-            return further if further < self._high else self._low + (self._high - self._low) // 2
         # What was measured says that a size fits that didn't. Of one that lies far from what was measured it may be far
         # off, and a size between that fits will tell; of one that lies near it is off by the noise.
         gap = self._high - self._low
         if gap > max(8, _NEAR * self._low):
             return self._between()
-        near = self._high - (1 << max(self._fails - 1, 0))
+        near = self._high - (self._unit() << max(self._fails - 1, 0))
         return near if near > self._low else self._low + gap // 2
 
     def _predicted(self) -> int:
@@ -116,18 +121,26 @@ class Search:
             place = self._fitting(lambda other: max(self._estimated(other) + apart, self._estimated(other) * times))
             # Over a long way the slope counts, of which one size says nothing.
             far = self._sizes[place] - size
-            return self._place(size + _SHORT * far) if far > size else place
-        growth = max(estimated - self._estimated(self._sizes[before]), 1.0)
-        ratio = min(max((peak - self._peaks[before]) / growth, 0.5), 4.0)
+            return self._place(size + _SHORT * far) if far > size and len(self._peaks) == 1 else place
+        growth = estimated - self._estimated(self._sizes[before])
+        # Of a growth that is no more than noise the estimate knows more.
+        ratio = (max(peak - self._peaks[before], 0.0) + _NOISE / 4) / (max(growth, 0.0) + _NOISE / 4)
         return self._fitting(lambda other: peak + ratio * (self._estimated(other) - estimated))
+
+    def _unit(self) -> int:
+        """Return how many places make up for the noise of what was measured."""
+        last = self._low
+        before = self._before(last)
+        peak, size = self._peaks[last], self._sizes[last]
+        taken = (peak - self._peaks[before]) / (size - self._sizes[before]) if before is not None else peak / size
+        further = self._sizes[min(last + 1, len(self._sizes) - 1)] - size
+        return max(1, min(round(_NOISE / 32 / max(taken * further, 1.0)), self._low // 16))
 
     def _before(self, last: int) -> int | None:
         """Return the place of another size that fitted, far enough from the last one for a line through both."""
-        for place in sorted(self._peaks, reverse=True):
-            far = self._peaks[last] - self._peaks[place] >= _NOISE
-            if place < last and (far or self._sizes[last] >= 2 * self._sizes[place]):
-                return place
-        return None
+        others = [place for place in sorted(self._peaks, reverse=True) if place < last]
+        far = [place for place in others if self._peaks[last] - self._peaks[place] >= _NOISE]
+        return next(iter(far), others[-1] if others else None)
 
     def _estimated(self, size: int) -> float:
         assert self._estimate is not None

@@ -63,9 +63,10 @@ def bench(
 
     The batch is the largest that fits into ``memory`` per rank, such as ``"24GiB"``, or ``batch`` for all. Without
     ``precisions`` each trains in its own, fp32 unless its text says otherwise. The first row is the ``baseline``: the
-    first variant that shards nothing, in fp32, unless said otherwise. Training is timed for ``steps`` steps in each of ``repeats`` rounds; times for ``items``
-    samples of training, and ``evaluation_items`` of evaluation, are computed from that; 0 leaves the evaluation out.
-    ``timeout`` is the seconds after which a trial that comes no further is given up.
+    first variant that shards nothing, in fp32, unless said otherwise. Training is timed for ``steps`` steps in each of
+    ``repeats`` rounds; times for ``items`` samples of training, and ``evaluation_items`` of evaluation, are computed
+    from that; 0 leaves the evaluation out. ``timeout`` is the seconds after which a trial that comes no further is
+    given up.
 
     In each round every arm trains in fresh processes, one arm after another, and the baseline twice. A row that fails
     says so, and the rest goes on.
@@ -83,18 +84,16 @@ def bench(
         _check_count("batch", batch, 1)
     budget = None if memory is None else parse_bytes(memory)
     with Trials(workload, processes=processes, device=device, steps=4, timeout=timeout) as trials:
-        plan = _Plan(
-            trials, batch, budget, accumulate, items, evaluation_items, steps, repeats, timeout, watcher or Watcher()
-        )
+        asked = _Asked(trials, batch, budget, accumulate, items, evaluation_items, steps, repeats, watcher or Watcher())
         found = [_Measured(arm) for arm in arms(strategies, precisions, baseline, accumulate, trials.device)]
-        _run(plan, found)
+        _run(asked, found)
     return Bench(
-        settings=plan.settings(),
+        settings=asked.settings(),
         versions=versions(),
         hardware=_machine.hardware(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command="",
-        rows=tuple(_row(plan, one, found[0]) for one in found),
+        rows=tuple(_row(asked, one, found[0]) for one in found),
         noise=Spread.of([runs[1] / runs[0] for runs in found[0].speeds.values() if len(runs) == 2]),
     )
 
@@ -105,7 +104,7 @@ def _check_count(name: str, count: Any, least: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Asked:
     trials: Trials
     batch: int | None
     budget: int | None
@@ -114,7 +113,6 @@ class _Plan:
     evaluation_items: int
     steps: int
     repeats: int
-    timeout: float
     watcher: Watcher
 
     def settings(self) -> dict[str, Any]:
@@ -142,7 +140,6 @@ class _Measured:
     """An arm, and what was timed of it. ``speeds`` are the samples per second of the runs of each round."""
 
     arm: Arm
-    trial: Trial | None = None
     step_seconds: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     """Samples per second, over all ranks."""
@@ -154,28 +151,28 @@ class _Measured:
         self.arm.row = replace(self.arm.row, **what)
 
 
-def _run(plan: _Plan, found: list[_Measured]) -> None:
+def _run(asked: _Asked, found: list[_Measured]) -> None:
     """Find the batch of each arm, then time all that have one, round after round."""
     live = [one for one in found if one.arm.open]
-    plan.watcher.plan(len(live) + plan.repeats * (len(live) + 1))
+    asked.watcher.plan(len(live) + asked.repeats * (len(live) + 1))
     for one in live:
         start = time.monotonic()
-        plan.watcher.begin(one.arm.row.name)
-        _find_batch(plan, one, baseline=one is found[0])
+        asked.watcher.begin(one.arm.row.name)
+        _find_batch(asked, one, baseline=one is found[0])
         row = one.arm.row
         one.tell(seconds=time.monotonic() - start)
-        plan.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else told(row)}")
-    for turn in range(plan.repeats):
+        asked.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else told(row)}")
+    for turn in range(asked.repeats):
         # There and back, so that a machine that gets slower through a round favours none.
         others = [one for one in found[1:] if one.arm.open]
         for one in (found[0], *(others if turn % 2 == 0 else reversed(others)), found[0]):
             if one.arm.open:
                 start = time.monotonic()
-                what = f"{one.arm.row.name}, round {turn + 1} of {plan.repeats}"
-                plan.watcher.begin(what)
-                _time(plan, one, turn)
+                what = f"{one.arm.row.name}, round {turn + 1} of {asked.repeats}"
+                asked.watcher.begin(what)
+                _time(asked, one, turn)
                 one.tell(seconds=one.arm.row.seconds + time.monotonic() - start)
-                plan.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else told(one.arm.row)}")
+                asked.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else told(one.arm.row)}")
 
 
 def _speed(one: _Measured, turn: int) -> str:
@@ -204,18 +201,18 @@ class _Heard(Listener):
         self._watcher.progress(steps, of, f"batch {self._batch}")
 
 
-def _find_batch(plan: _Plan, one: _Measured, *, baseline: bool) -> None:
+def _find_batch(asked: _Asked, one: _Measured, *, baseline: bool) -> None:
     """Find the largest batch, or try the one that was asked for, and note what memory it took."""
     assert one.arm.strategy is not None
-    listener = _Heard(plan.watcher)
+    listener = _Heard(asked.watcher)
 
     def search() -> Trial:
         assert one.arm.strategy is not None
-        if plan.batch is not None:
-            one.tell(trials=1, batch=plan.batch)
-            return plan.trials.run(one.arm.strategy, plan.batch, listener=listener).check()
-        assert plan.budget is not None
-        found = find_max_batch(plan.trials, one.arm.strategy, memory=plan.budget, listener=listener)
+        if asked.batch is not None:
+            one.tell(trials=1, batch=asked.batch)
+            return asked.trials.run(one.arm.strategy, asked.batch, listener=listener).check()
+        assert asked.budget is not None
+        found = find_max_batch(asked.trials, one.arm.strategy, memory=asked.budget, listener=listener)
         one.tell(trials=len(found.trials), notes=found.notes)
         return found.best
 
@@ -248,20 +245,20 @@ def _guarded(one: _Measured, run: Callable[[], Trial], *, baseline: bool) -> Tri
     return None
 
 
-def _time(plan: _Plan, one: _Measured, turn: int) -> None:
+def _time(asked: _Asked, one: _Measured, turn: int) -> None:
     """Time an arm once, in fresh processes."""
     strategy, batch = one.arm.strategy, one.arm.row.batch
     assert strategy is not None
     assert batch is not None
 
     def run() -> Trial:
-        trial = plan.trials.run(
+        trial = asked.trials.run(
             strategy,
             batch,
-            steps=WARM_UP_STEPS + plan.steps,
+            steps=WARM_UP_STEPS + asked.steps,
             timed=True,
-            evaluate=plan.evaluation_items > 0,
-            listener=_Heard(plan.watcher),
+            evaluate=asked.evaluation_items > 0,
+            listener=_Heard(asked.watcher),
         ).check()
         if not trial.fits:
             raise TrialError(f"batch {batch}: out of memory in a timed run, which has no budget: {trial.note}")
@@ -273,7 +270,7 @@ def _time(plan: _Plan, one: _Measured, turn: int) -> None:
     seconds = trial.step_seconds[WARM_UP_STEPS:]
     one.step_seconds += seconds
     one.tokens = trial.tokens
-    one.speeds.setdefault(turn, []).append(_samples(plan, batch) / statistics.median(seconds))
+    one.speeds.setdefault(turn, []).append(_samples(asked, batch) / statistics.median(seconds))
     error = next((rank.error for rank in trial.evaluations if rank.error), "")
     if error:
         one.tell(evaluation_note=error)
@@ -284,22 +281,22 @@ def _time(plan: _Plan, one: _Measured, turn: int) -> None:
         one.evaluations += [samples / taken for taken in batches]
 
 
-def _samples(plan: _Plan, batch: int) -> int:
+def _samples(asked: _Asked, batch: int) -> int:
     """Return the samples of an optimizer step on all ranks."""
-    return batch * plan.accumulate * plan.trials.processes
+    return batch * asked.accumulate * asked.trials.processes
 
 
-def _row(plan: _Plan, one: _Measured, base: _Measured) -> Row:
+def _row(asked: _Asked, one: _Measured, base: _Measured) -> Row:
     row = one.arm.row
     if not one.arm.open or row.batch is None or not one.step_seconds:
         return row
     steps = Spread.of(one.step_seconds)
     assert steps is not None
-    samples = _samples(plan, row.batch)
+    batch, samples = row.batch, _samples(asked, row.batch)
     speed = Spread(samples / steps.median, samples / steps.high, samples / steps.low, steps.count)
     tokens = None
     if one.tokens is not None:
-        each = one.tokens / row.batch
+        each = one.tokens / batch
         tokens = Spread(speed.median * each, speed.low * each, speed.high * each, speed.count)
     evaluation = None if row.evaluation_note else Spread.of(one.evaluations)
     row = replace(
@@ -307,9 +304,9 @@ def _row(plan: _Plan, one: _Measured, base: _Measured) -> Row:
         step_seconds=steps,
         samples_per_second=speed,
         tokens_per_second=tokens,
-        train_seconds=plan.items / speed.median,
+        train_seconds=asked.items / speed.median,
         evaluation_samples_per_second=evaluation,
-        evaluation_seconds=None if evaluation is None else plan.evaluation_items / evaluation.median,
+        evaluation_seconds=None if evaluation is None else asked.evaluation_items / evaluation.median,
     )
     other = base.arm.row
     if not base.arm.open or other.batch is None:
@@ -319,7 +316,7 @@ def _row(plan: _Plan, one: _Measured, base: _Measured) -> Row:
     least = max(other.peak_memory, default=0)
     return replace(
         row,
-        batch_ratio=row.batch / other.batch,
+        batch_ratio=batch / other.batch,
         speed_ratio=Spread.of(ratios),
         memory_ratio=max(row.peak_memory) / least if row.peak_memory and least else None,
     )

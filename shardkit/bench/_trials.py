@@ -53,9 +53,10 @@ class Trial:
     ``details``. ``peak`` is the most that was held at a time: on the CPU resident pages, on a GPU what torch's
     allocator gave out. ``reserved`` is the most that was reserved, which a budget counts. ``held`` is, per rank, what
     was held after each step, and ``in_use`` what the allocator had given out then, and once more after a
-    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known. ``step_seconds`` are of
-    the slowest rank in each step, without the making of batches; ``tokens`` are of a batch, where the workload says it;
-    ``evaluations`` are of each rank, if there was one; ``seconds`` those of the whole trial with its start.
+    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the most that a
+    rank that died held. ``step_seconds`` are of the slowest rank in each step, without the making of batches; ``tokens``
+    are of a batch, where the workload says it; ``evaluations`` are of each rank, if there was one; ``seconds`` are those
+    of the whole trial with its start.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Trial:
     held: tuple[tuple[int, ...], ...] = ()
     in_use: tuple[tuple[int, ...], ...] = ()
     asked: int = 0
+    grown: int = 0
     step_seconds: tuple[float, ...] = ()
     tokens: int | None = None
     evaluations: tuple[Evaluation, ...] = ()
@@ -376,11 +378,12 @@ def _judge(
     dead = sorted((rank for rank in ended if rank not in records), key=lambda rank: float(ended[rank]["time"]))
     if dead:
         rank = dead[0]
-        evidence = _evidence(trial, files[rank], ended[rank], kills)
+        grown = _grown(files[rank], ended[rank])
+        evidence = _evidence(trial, files[rank], ended[rank], grown, kills)
         death = f"rank {rank} {_death(ended[rank]['code'])}"
         outcome = "out of memory" if evidence else "died"
         note = f"{death}, {evidence}" if evidence else f"{death}, without a result or a traceback"
-        return replace(trial, outcome=outcome, note=note, rank=rank, details=_tail(files[rank].log))
+        return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
     rank = failed[0]
     record = records[rank]
     note = f"rank {rank}: {record.kind}: {_last_line(record.message)}"
@@ -388,7 +391,14 @@ def _judge(
     return replace(trial, outcome="error", note=note, rank=rank, kind=record.kind, details=details)
 
 
-def _evidence(trial: Trial, files: Files, end: dict[str, Any], kills: int) -> str:
+def _grown(files: Files, end: dict[str, Any]) -> int:
+    """Return the most that a rank which ended without a word held at a time, above what it held before training."""
+    if not files.base.exists():
+        return 0
+    return max(0, int(end["resident"]) - int(json.loads(files.base.read_text())["base"]))
+
+
+def _evidence(trial: Trial, files: Files, end: dict[str, Any], grown: int, kills: int) -> str:
     """Return what shows that a rank that ended without a word did so for want of memory, empty if nothing does."""
     if end["code"] == -signal.SIGKILL and kills > 0:
         return "by the kernel, since the machine, or the container, had no memory left"
@@ -396,11 +406,7 @@ def _evidence(trial: Trial, files: Files, end: dict[str, Any], kills: int) -> st
         return ""
     if "std::bad_alloc" in _tail(files.log):
         return "after it was refused memory (std::bad_alloc)"
-    if files.base.exists():
-        grown = end["resident"] - json.loads(files.base.read_text())["base"]
-        if grown >= 0.9 * trial.budget:
-            return f"when it held {format_bytes(grown)} of the budget"
-    return ""
+    return f"when it held {format_bytes(grown)} of the budget" if grown >= 0.9 * trial.budget else ""
 
 
 def _failed(files: Files, end: dict[str, Any]) -> bool:
