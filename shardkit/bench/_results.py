@@ -74,11 +74,20 @@ class Row:
         """The strategy, with its precision where that isn't fp32."""
         return self.strategy if self.precision == "fp32" else f"{self.strategy} in {self.precision}"
 
+    @property
+    def outcome(self) -> str:
+        """Why there are no numbers, in a few words; empty where there are."""
+        if self.status == "measured":
+            return ""
+        return f"out of memory at batch {self.batch}" if self.status == "out of memory" else self.status
+
 
 @dataclass(frozen=True)
 class Bench:
-    """A table: the baseline is the first row. ``noise`` is the baseline's second run in each round over its first, in
-    samples per second: what lies within it is no difference."""
+    """A table: the baseline is the first row.
+
+    ``noise`` are, for each round, the samples per second of the baseline's second run over those of its first.
+    """
 
     settings: dict[str, Any]
     versions: dict[str, str]
@@ -86,11 +95,22 @@ class Bench:
     date: str
     command: str
     rows: tuple[Row, ...]
-    noise: Spread | None = None
+    noise: tuple[float, ...] = ()
 
     @property
     def baseline(self) -> Row:
         return self.rows[0]
+
+    @property
+    def noise_factor(self) -> float | None:
+        """How many times as fast as itself the baseline was at most, or how many times as slow; None if unknown."""
+        return max((max(ratio, 1 / ratio) for ratio in self.noise), default=None)
+
+    def within_noise(self, row: Row) -> bool:
+        """Return whether a row's speed differs from the baseline's by no more than the baseline's from itself."""
+        if row.speed_ratio is None or self.noise_factor is None:
+            return False
+        return 1 / self.noise_factor <= row.speed_ratio.median <= self.noise_factor
 
     @property
     def exit_code(self) -> int:

@@ -94,7 +94,7 @@ def bench(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command="",
         rows=tuple(_row(asked, one, found[0]) for one in found),
-        noise=Spread.of([runs[1] / runs[0] for runs in found[0].speeds.values() if len(runs) == 2]),
+        noise=tuple(runs[1] / runs[0] for runs in found[0].speeds.values() if len(runs) == 2),
     )
 
 
@@ -161,7 +161,7 @@ def _run(asked: _Asked, found: list[_Measured]) -> None:
         _find_batch(asked, one, baseline=one is found[0])
         row = one.arm.row
         one.tell(seconds=time.monotonic() - start)
-        asked.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else told(row)}")
+        asked.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else _told(row)}")
     for turn in range(asked.repeats):
         # There and back, so that a machine that gets slower through a round favours none.
         others = [one for one in found[1:] if one.arm.open]
@@ -172,18 +172,16 @@ def _run(asked: _Asked, found: list[_Measured]) -> None:
                 asked.watcher.begin(what)
                 _time(asked, one, turn)
                 one.tell(seconds=one.arm.row.seconds + time.monotonic() - start)
-                asked.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else told(one.arm.row)}")
+                asked.watcher.end(f"{what}: {_speed(one, turn) if one.arm.open else _told(one.arm.row)}")
 
 
 def _speed(one: _Measured, turn: int) -> str:
     return f"{one.speeds[turn][-1]:.4g} samples/s"
 
 
-def told(row: Row) -> str:
+def _told(row: Row) -> str:
     """Return in a line why a row has no numbers."""
-    if row.status == "out of memory":
-        return f"out of memory at batch {row.batch}"
-    return f"{row.status}: {row.note}"
+    return row.outcome if row.status == "out of memory" else f"{row.status}: {row.note}"
 
 
 class _Heard(Listener):
