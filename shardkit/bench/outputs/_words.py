@@ -44,7 +44,7 @@ def _cells(found: Bench, row: Row) -> list[Cell]:
     name = [Cell(row.strategy), Cell(row.precision)]
     if row.status != "measured":
         tone = TONES[row.status]
-        return [*name, Cell(row.outcome.replace("memory at ", "memory\nat "), tone), *[Cell("-", "dim")] * 6]
+        return [*name, Cell(row.outcome.replace("of memory at ", "of\nmemory at\n"), tone), *[Cell("-", "dim")] * 6]
     ratio = row.speed_ratio
     baseline = row is found.baseline
     near = not baseline and found.within_noise(row)
