@@ -13,6 +13,7 @@ from shardkit._prepare import resolve
 from shardkit._sizes import format_bytes, parse_bytes
 from shardkit._strategy import Strategy
 from shardkit.bench import _budget
+from shardkit.bench._planned import Planned
 from shardkit.bench._search import Search
 from shardkit.bench._trials import Listener, Trial, Trials
 from shardkit.errors import InputError, OutOfMemoryError, TrialError
@@ -84,6 +85,7 @@ def find_max_batch(
     max_batch: int = 2**20,
     estimate: Callable[[int], float] | None = None,
     alternatives: Callable[[], str] | None = None,
+    plan: bool = True,
     listener: Listener | None = None,
 ) -> MaxBatch:
     """Return the largest micro-batch of a rank that trains within a budget of memory: it ran, and one more failed.
@@ -95,9 +97,10 @@ def find_max_batch(
     trial of which no rank ends a step within ``timeout`` seconds hangs.
 
     With ``global_batch`` the samples of a step on all ranks stay the same: the sizes are those that divide it, and
-    ``accumulate`` makes up for them; a trial takes at most ``WINDOW`` micro-batches a step. Without, it is the strategy's unless given. ``estimate`` says about how many bytes
-    a rank takes with a micro-batch, which saves trials; the answer doesn't depend on it. ``max_batch`` is the largest
-    size that is tried. ``alternatives`` is called where nothing fits, and says what would.
+    ``accumulate`` makes up for them; a trial takes at most ``WINDOW`` micro-batches a step. Without, it is the
+    strategy's unless given. ``estimate`` says about how many bytes a rank takes with a micro-batch, which saves trials;
+    the answer doesn't depend on it. ``alternatives`` is called where nothing fits, and says what would. Both come from
+    :func:`shardkit.plan` unless they are given, or ``plan`` is false. ``max_batch`` is the largest size that is tried.
 
     Nothing changes in this process. When it ends, however that comes about, no process and no file of it is left.
 
@@ -118,11 +121,15 @@ def find_max_batch(
                 max_batch=max_batch,
                 estimate=estimate,
                 alternatives=alternatives,
+                plan=plan,
                 listener=listener,
             )
     trials = workload
     _budget.check_supported(trials.device)
     sizes = _sizes(max_batch, global_batch, accumulate, trials.processes)
+    if plan:
+        planned = Planned(trials.workload, strategy, memory=budget, processes=trials.processes, device=trials.device)
+        estimate, alternatives = estimate or planned.estimate(), alternatives or planned.alternatives
     search = Search(sizes, budget, estimate)
     ran: list[Trial] = []
 

@@ -31,7 +31,7 @@ def main(folder: Path, parent: int) -> None:
     # What is printed by libraries is none of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    server = _Server(folder, answers)
+    server = _Server(parent, answers)
     try:
         server.serve()
     finally:
@@ -40,16 +40,16 @@ def main(folder: Path, parent: int) -> None:
 
 
 class _Server:
-    def __init__(self, folder: Path, answers: Any) -> None:
-        self._folder = folder
+    def __init__(self, parent: int, answers: Any) -> None:
+        self._parent = parent
         self._answers = answers
         self._running: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Do as told until the input ends."""
+        """Do as told until the input ends, or nobody is there to give any."""
         waiting = b""
-        while True:
-            ready, _, _ = select.select([0], [], [], 0.02 if self._running else None)
+        while os.getppid() == self._parent:
+            ready, _, _ = select.select([0], [], [], 0.02 if self._running else 1)
             if ready:
                 more = os.read(0, 2**16)
                 if not more:

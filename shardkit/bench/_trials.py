@@ -359,7 +359,7 @@ def _judge(
         # What the others say is that they lost it, or the same.
         rank = max(short, key=lambda rank: records[rank].asked)
         record = records[rank]
-        what = f"{format_bytes(record.asked)} could not be allocated" if record.asked else _last_line(record.message)
+        what = f"{format_bytes(record.asked)} could not be allocated" if record.asked else _headline(record)
         details = _details(record, files[rank])
         return replace(trial, outcome="out of memory", asked=record.asked, note=what, rank=rank, details=details)
     own = [rank for rank in failed if not _LOST_PEER.search(records[rank].message)]
@@ -367,7 +367,7 @@ def _judge(
         rank = own[0]
         record = records[rank]
         outcome: Outcome = "refused" if record.outcome == "refused" else "error"
-        note = record.message if outcome == "refused" else f"rank {rank}: {record.kind}: {_last_line(record.message)}"
+        note = record.message if outcome == "refused" else f"rank {rank}: {_headline(record)}"
         return replace(
             trial, outcome=outcome, note=note, rank=rank, kind=record.kind, details=_details(record, files[rank])
         )
@@ -386,7 +386,7 @@ def _judge(
         return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
     rank = failed[0]
     record = records[rank]
-    note = f"rank {rank}: {record.kind}: {_last_line(record.message)}"
+    note = f"rank {rank}: {_headline(record)}"
     details = _details(record, files[rank])
     return replace(trial, outcome="error", note=note, rank=rank, kind=record.kind, details=details)
 
@@ -421,9 +421,9 @@ def _details(record: Record, files: Files) -> str:
     return "\n".join(filter(None, [record.traceback.strip(), printed and f"printed by the rank:\n{printed}"]))
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[0] if lines else "no message"
+def _headline(record: Record) -> str:
+    lines = [line for line in record.message.splitlines() if line.strip()]
+    return f"{record.kind}: {lines[0]}" if lines else record.kind
 
 
 def _death(code: int) -> str:

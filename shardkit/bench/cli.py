@@ -53,6 +53,7 @@ def max_batch(ctx: click.Context, /, workload: str, strategy: str, as_json: bool
 
     Example: shardkit max-batch t5-tiny --strategy ddp --memory 512MiB
     """
+    from shardkit._sizes import format_bytes
     from shardkit.bench import find_max_batch
     from shardkit.cli import ended_by_sigterm, make_console
     from shardkit.errors import OutOfMemoryError
@@ -71,29 +72,26 @@ def max_batch(ctx: click.Context, /, workload: str, strategy: str, as_json: bool
         click.echo(to_json(found.to_dict()))
         return
     console = make_console()
+    size = f"{format_bytes(found.memory)} for each of {found.processes} processes on {found.device}"
+    console.print(f"{found.workload} under {found.strategy}, {size}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(found))
+    console.print(
+        f"largest batch: {found.batch} samples, {found.accumulate} micro-batches a step, {found.global_batch} samples "
+        "a step on all ranks",
+        highlight=False,
+        soft_wrap=True,
+    )
     for note in found.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(found: MaxBatch) -> Table:
-    """Return the trials, and the answer above them."""
+    """Return the trials, in the order in which they were run."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from shardkit._sizes import format_bytes
-
-    table = Table(
-        title=Text(
-            f"{found.workload} under {found.strategy}, {format_bytes(found.memory)} for each of {found.processes} "
-            f"processes on {found.device}: largest batch {found.batch} x {found.accumulate}, {found.global_batch} "
-            "samples a step"
-        ),
-        title_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for name in ("batch", "accumulate", "outcome", "peak MiB\nper rank", "seconds\nper step", "seconds"):
         table.add_column(name, justify="left" if name == "outcome" else "right", no_wrap=True)
     for trial in found.trials:

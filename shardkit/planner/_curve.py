@@ -16,7 +16,10 @@ _MOST_DATA = 2**28
 _RUNS = 9
 """How often the passes of one precision are run, if batches of unlike sizes fit."""
 
-_NEAR = 1.2
+_REACH = 8
+"""How many times the largest batch that was run a line is believed to lead."""
+
+_NEAR = 1.06
 """The ratio of two batches between which lines are taken to be near enough."""
 
 
@@ -75,6 +78,10 @@ class Curve:
         found = 0
         while True:
             before, found = found, self._search(peak, limit)
+            furthest = _REACH * self._order[-1]
+            if found > furthest and furthest <= self._most and len(self._known) < _RUNS:
+                self.exactly(furthest)
+                continue
             if found == before or found in self._known or len(self._known) >= _RUNS or found > self._most:
                 return found
             place = bisect_left(self._order, found)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
@@ -14,7 +12,6 @@ from shardkit._sizes import parse_bytes
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, ShardkitError, StrategyError
 from shardkit.planner._results import Plan
-from shardkit.tools import _server
 from shardkit.tools.compare import split_strategies
 from shardkit.tools.listing import versions
 from shardkit.workloads import _find
@@ -63,24 +60,12 @@ def plan(
     device = _device(device)
     asked = _strategies(strategies, precisions, accumulate)
 
-    _server.start(workload if isinstance(workload, str) else "")
-    from shardkit.planner._plan import Outcome, Task, rows
-    from shardkit.tools import _ranks
+    from shardkit._launch import launch
+    from shardkit.planner._plan import Task, rows_alone
 
     start = time.monotonic()
     task = Task(tuple(asked), limit, processes, batch_size, device)
-    with tempfile.TemporaryDirectory(prefix="shardkit-plan-") as folder:
-        log = Path(folder, "log")
-        found: list[Outcome | ShardkitError] = _ranks.run(
-            rows,
-            workload,
-            task,
-            processes=1,
-            timeout=timeout,
-            workload=workload if isinstance(workload, str) else "",
-            log=log,
-        )
-    outcome = found[0]
+    outcome = launch(rows_alone, workload, task, processes=1, timeout=timeout)[0]
     if isinstance(outcome, ShardkitError):
         raise outcome
     settings: dict[str, Any] = {

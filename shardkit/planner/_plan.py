@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,8 +44,15 @@ class Outcome:
     notes: list[str]
 
 
+def rows_alone(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
+    """Plan each strategy in a process that is there for nothing else."""
+    # What a workload prints is none of the command's output.
+    os.dup2(2, 1)
+    return rows(workload, task)
+
+
 def rows(workload: str | Callable[[], Workload], task: Task) -> Outcome | ShardkitError:
-    """Plan each strategy. To be run in a process of its own: building the workload seeds the generators."""
+    """Plan each strategy. Building the workload seeds the generators of the process, and may print."""
     try:
         make = _find.function(workload) if isinstance(workload, str) else workload
         subject = Subject(make, device=task.device)
@@ -97,12 +105,12 @@ class _Planner:
         if memory is None:
             wanted = batch or 1
             found = peak(curve.exactly(wanted))
-            around = sorted({1, wanted, wanted + 1})
+            around = _around(wanted)
             return _row(strategy, speed, "fits", found, wanted, [(at, peak(curve.near(at)).total) for at in around])
         if first.total > memory:
             return _row(strategy, speed, "short", first, 1, [(1, first.total)], largest=0, short=first.total - memory)
         largest = curve.largest(lambda profile: peak(profile).total, memory)
-        around = sorted({1, 2, max(1, largest // 2), largest, largest + 1})
+        around = _around(largest)
         points = [(at, peak(curve.near(at)).total) for at in around]
         wanted = batch or largest
         return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
@@ -111,6 +119,12 @@ class _Planner:
         if precision not in self._curves:
             self._curves[precision] = Curve(lambda batch: self._subject.profile(batch, precision))
         return self._curves[precision]
+
+
+def _around(batch: int) -> list[int]:
+    """Return batches whose peaks tell of those up to twice this one: powers of two, and those near it."""
+    near = {max(1, batch * tenths // 10) for tenths in (7, 8, 9, 10, 11, 12, 15, 20)}
+    return sorted({2**power for power in range(batch.bit_length())} | near | {batch + 1})
 
 
 def planned(

@@ -1,0 +1,74 @@
+"""What the planner knows that a search can start from, and what it would advise where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardkit._sizes import format_bytes
+from shardkit._strategy import Strategy
+from shardkit.errors import ShardkitError
+from shardkit.planner._make import plan
+
+if TYPE_CHECKING:
+    from shardkit.planner._results import Plan
+    from shardkit.workloads import Workload
+
+_OTHERS = 3
+"""How many other strategies an advice names."""
+
+
+class Planned:
+    """The planner's answers for one search; a workload that it can't run without real numbers has none."""
+
+    def __init__(
+        self,
+        workload: str | Callable[[], Workload],
+        strategy: Strategy,
+        *,
+        memory: int,
+        processes: int,
+        device: str,
+    ) -> None:
+        self._workload = workload
+        self._strategy = strategy
+        self._memory = memory
+        self._processes = processes
+        self._device = device
+
+    def estimate(self) -> Callable[[int], float] | None:
+        """Return the peak that the planner predicts, by batch; None where it can't."""
+        made = self._plan([self._strategy])
+        return None if made is None or not made.rows[0].peak else made.rows[0].estimate
+
+    def alternatives(self) -> str:
+        """Return in words what would fit into the memory, and what this strategy needs."""
+        made = self._plan([])
+        if made is None:
+            return "more memory or ranks, or a strategy that shards more, may do"
+        fitting = sorted((row for row in made.rows if row.status == "fits"), key=lambda row: -(row.speed or 0.0))
+        told = []
+        if fitting:
+            rows = ", ".join(f"{row.strategy} up to batch {row.largest}" for row in fitting[:_OTHERS])
+            told.append(f"what would fit, as planned: {rows}")
+        own = self._plan([self._strategy])
+        if own is not None and own.rows[0].status == "short":
+            told.append(f"{self._strategy} needs about {format_bytes(own.rows[0].peak)} per rank")
+        if not fitting:
+            least = min((row for row in made.rows if row.status == "short"), key=lambda row: row.peak, default=None)
+            if least is not None:
+                told.append(f"{least.strategy} needs least, about {format_bytes(least.peak)} per rank")
+        return "; ".join(told) or "nothing would fit, as planned"
+
+    def _plan(self, strategies: list[Strategy]) -> Plan | None:
+        try:
+            return plan(
+                self._workload,
+                memory=self._memory,
+                processes=self._processes,
+                strategies=strategies,
+                precisions=[self._strategy.precision],
+                device=self._device,
+            )
+        except ShardkitError:
+            return None
