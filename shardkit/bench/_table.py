@@ -13,9 +13,11 @@ from shardkit._sizes import parse_bytes
 from shardkit.bench import _machine
 from shardkit.bench._arms import Arm, arms
 from shardkit.bench._largest import find_max_batch
+from shardkit.bench._planned import Planned
 from shardkit.bench._results import Bench, Row, Spread
 from shardkit.bench._trials import Listener, Trial, Trials
 from shardkit.errors import InputError, OutOfMemoryError, ShardkitError, TrialError
+from shardkit.planner._make import plan
 from shardkit.tools.listing import versions
 
 if TYPE_CHECKING:
@@ -155,10 +157,11 @@ def _run(asked: _Asked, found: list[_Measured]) -> None:
     """Find the batch of each arm, then time all that have one, round after round."""
     live = [one for one in found if one.arm.open]
     asked.watcher.plan(len(live) + asked.repeats * (len(live) + 1))
-    for one in live:
+    estimates = _estimates(asked, live)
+    for place, one in enumerate(live):
         start = time.monotonic()
         asked.watcher.begin(one.arm.row.name)
-        _find_batch(asked, one, baseline=one is found[0])
+        _find_batch(asked, one, estimates.get(place), baseline=one is found[0])
         row = one.arm.row
         one.tell(seconds=time.monotonic() - start)
         asked.watcher.end(f"{row.name}: {f'batch {row.batch}' if one.arm.open else _told(row)}")
@@ -199,7 +202,28 @@ class _Heard(Listener):
         self._watcher.progress(steps, of, f"batch {self._batch}")
 
 
-def _find_batch(asked: _Asked, one: _Measured, *, baseline: bool) -> None:
+def _estimates(asked: _Asked, live: Sequence[_Measured]) -> dict[int, Callable[[int], float]]:
+    """Return what the planner predicts of each, by its place, for all at once; a search goes on without it."""
+    strategies = [one.arm.strategy for one in live if one.arm.strategy is not None]
+    if asked.budget is None:
+        return {}
+    trials = asked.trials
+    try:
+        rows = plan(
+            trials.workload,
+            memory=asked.budget,
+            processes=trials.processes,
+            strategies=strategies,
+            precisions=["fp32"],
+            device=trials.device,
+        ).rows
+    except ShardkitError:
+        return {}
+    assert len(rows) == len(strategies)
+    return {place: row.estimate for place, row in enumerate(rows) if row.peak}
+
+
+def _find_batch(asked: _Asked, one: _Measured, estimate: Callable[[int], float] | None, *, baseline: bool) -> None:
     """Find the largest batch, or try the one that was asked for, and note what memory it took."""
     assert one.arm.strategy is not None
     listener = _Heard(asked.watcher)
@@ -210,7 +234,23 @@ def _find_batch(asked: _Asked, one: _Measured, *, baseline: bool) -> None:
             one.tell(trials=1, batch=asked.batch)
             return asked.trials.run(one.arm.strategy, asked.batch, listener=listener).check()
         assert asked.budget is not None
-        found = find_max_batch(asked.trials, one.arm.strategy, memory=asked.budget, listener=listener)
+        trials = asked.trials
+        planned = Planned(
+            trials.workload,
+            one.arm.strategy,
+            memory=asked.budget,
+            processes=trials.processes,
+            device=trials.device,
+        )
+        found = find_max_batch(
+            trials,
+            one.arm.strategy,
+            memory=asked.budget,
+            estimate=estimate,
+            alternatives=planned.alternatives,
+            plan=False,
+            listener=listener,
+        )
         one.tell(trials=len(found.trials), notes=found.notes)
         return found.best
 

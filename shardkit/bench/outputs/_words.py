@@ -142,8 +142,8 @@ def method(found: Bench) -> Iterator[str]:
         evaluated = settings["evaluated_batches"]
         yield (
             f"That to evaluate {settings['evaluation_items']:,} is computed from what was timed in each round, with "
-            f"whole weights on every rank: {evaluated['loss']} batches' loss, or, where the workload generates, one beam "
-            f"search for at most {evaluated['largest_generated']} samples of a rank."
+            f"whole weights on every rank: {evaluated['loss']} batches' loss, or, where the workload generates, one "
+            f"beam search for at most {evaluated['largest_generated']} samples of a rank."
         )
     yield "Peak memory is of the rank that takes most, above what it held before, as the batch was tried."
     yield "x is times the baseline's, which is the first row."
