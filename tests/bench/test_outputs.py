@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from shardkit.bench import Bench, Spread, outputs
+from shardkit.bench.bench_cli import bench as command
 from shardkit.bench.outputs import _bars, _words, write
 from tests.bench.made import OUT, ROWS, bench, measured
 
@@ -210,6 +211,13 @@ def test_without_matplotlib_all_else_is_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     assert [path.name for path in write.write(bench(), tmp_path)] == ["bench.json", "bench.csv", "bench.html"]
     assert "pip install 'shardkit[tools]'" in write.NO_PLOT
+
+
+def test_the_page_of_the_docs_names_every_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    for parameter in command.params:
+        for option in parameter.opts if parameter.name != "workload" else []:
+            assert f"`{option}`" in page, option
 
 
 def test_results_without_any_numbers_can_be_drawn(tmp_path: Path) -> None:
