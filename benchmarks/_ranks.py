@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+import torch
 import torch.distributed as dist
 from _loops import LIBRARIES, Arm, Window, built, ready
 from _measure import interleave
 from _memory import fix_allocator, peak, start_peak
 from _workloads import WORKLOADS
 
+from shardkit.bench import _budget
+from shardkit.bench._search import Search
 from shardkit.testing import preload, run
 
 # By the server that forks ranks, so that an import counts for no arm and takes no time.
@@ -18,6 +21,9 @@ preload(*LIBRARIES)
 STEPS = 3
 """Steps of a trial for memory: the state of the optimizer is there from the second on."""
 
+
+MOST = 2**12
+"""The largest batch that is looked for."""
 
 Peak = tuple[int, float]
 """The most bytes that a rank held above what it held before its model, and the seconds of the trial."""
@@ -30,6 +36,20 @@ def measure_peaks(arms: tuple[Arm, ...], workload: str, batch: int, *, repeats: 
         for arm in arms:
             peaks[arm.name].append(max(run(_trial, arm, workload, batch, processes=2, timeout=600)))
     return peaks
+
+
+def largest_batch(arm: Arm, workload: str, budget: int) -> tuple[int, int]:
+    """Return the largest batch with which the arm trains within a budget, 0 if none, and the trials that it took."""
+    search = Search(range(1, MOST), budget)
+    trials = 0
+    while (batch := search.next()) is not None:
+        trials += 1
+        peaks = run(_within, arm, workload, batch, budget, processes=2, timeout=600)
+        if all(peak is not None for peak in peaks):
+            search.fitted(batch, max(peak for peak in peaks if peak is not None))
+        else:
+            search.failed(batch)
+    return search.largest or 0, trials
 
 
 def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
@@ -49,6 +69,31 @@ def _trial(arm: Arm, workload: str, batch: int) -> Peak:
     for _ in range(STEPS):
         step(next(batches))
     return peak() - base, time.perf_counter() - start
+
+
+def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
+    """Return the most that this rank reserved, or None if memory was short here or there."""
+    fix_allocator()
+    dist.init_process_group("gloo")
+    _warm_up()
+    memory = _budget.memory(torch.device("cpu"))
+    memory.limit(budget)
+    short = False
+    try:
+        made = WORKLOADS[workload]()
+        step = built(arm, made, Window())
+        batches = made.batches(batch)
+        for _ in range(STEPS):
+            step(next(batches))
+    except Exception as error:
+        memory.lift()
+        short = _budget.refused_bytes(error, memory.reserved(), budget) is not None
+        # The other rank waits in a collective of which this one is no part: it ends when this one does.
+        if not short and "Connection closed by peer" not in str(error):
+            raise
+        short = True
+    memory.lift()
+    return None if short else memory.reserved()
 
 
 def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:

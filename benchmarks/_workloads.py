@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -14,6 +15,9 @@ from shardkit import Workload
 
 SOURCE, TARGET = 128, 64
 """Tokens that T5 reads and writes per sample."""
+
+SHORT = 16
+"""The same of short samples, of which many fit: the model counts for more beside them, and what of it is sharded."""
 
 VOCABULARY = 384
 
@@ -35,6 +39,11 @@ def t5_small() -> Workload:
     return _t5(d_model=512, d_ff=2048, num_layers=4, num_heads=8, d_kv=64)
 
 
+def t5_short() -> Workload:
+    """Return the T5 of :func:`t5_small` on short samples."""
+    return _t5(d_model=512, d_ff=2048, num_layers=4, num_heads=8, d_kv=64, lengths=(SHORT, SHORT))
+
+
 def t5_built_in() -> Workload:
     """Return the T5 that the commands train unless told otherwise, of 0.8 million parameters."""
     made = shardkit.workloads.load("t5-tiny")
@@ -42,10 +51,16 @@ def t5_built_in() -> Workload:
     return made
 
 
-WORKLOADS = {"linear": linear, "t5-tiny": t5_tiny, "t5-small": t5_small, "built-in t5-tiny": t5_built_in}
+WORKLOADS = {
+    "linear": linear,
+    "t5-tiny": t5_tiny,
+    "t5-small": t5_small,
+    "t5-short": t5_short,
+    "built-in t5-tiny": t5_built_in,
+}
 
 
-def _t5(**sizes: int) -> Workload:
+def _t5(*, lengths: tuple[int, int] = (SOURCE, TARGET), **sizes: int) -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -54,7 +69,7 @@ def _t5(**sizes: int) -> Workload:
     model.train()
     # Fused: the update makes no temporary copies, so the peak shows what the backend holds.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return Workload(model, optimizer, _language_loss, _tokens)
+    return Workload(model, optimizer, _language_loss, partial(_tokens, lengths))
 
 
 def _square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -70,8 +85,7 @@ def _language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def _tokens(size: int) -> Iterator[dict[str, Any]]:
+def _tokens(lengths: tuple[int, int], size: int) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    source = torch.randint(3, VOCABULARY, (size, SOURCE), generator=generator)
-    target = torch.randint(3, VOCABULARY, (size, TARGET), generator=generator)
+    source, target = (torch.randint(3, VOCABULARY, (size, length), generator=generator) for length in lengths)
     return repeat({"input_ids": source, "attention_mask": torch.ones_like(source), "labels": target})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardkit._finding import Finding as Finding
     from shardkit._footprint import Footprint as Footprint
     from shardkit._footprint import ModelSize as ModelSize
+    from shardkit._footprint import ParameterSize as ParameterSize
     from shardkit._footprint import Stepped as Stepped
     from shardkit._hookimpl import hookimpl as hookimpl
     from shardkit._imported import Imported as Imported
@@ -48,6 +49,7 @@ _HOMES = {
     "MaxBatch": "bench",
     "ModelSize": "_footprint",
     "NoOptions": "_backend",
+    "ParameterSize": "_footprint",
     "Pieces": "_imported",
     "Session": "_session",
     "Shard": "_engine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit import Backend, Engine, Strategy, Variant, hookimpl
+from shardkit import Backend, Engine, Footprint, ModelSize, Strategy, Variant, hookimpl
 from shardkit_ddp._options import DDPOptions
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ def shardkit_describe() -> Backend:
     return Backend(
         name="ddp",
         summary="torch's DistributedDataParallel",
-        variants=(Variant(strategy="ddp", summary="shards nothing; gradients are averaged during backward"),),
+        variants=(
+            Variant(strategy="ddp", summary="shards nothing; gradients are averaged during backward", speed=1.0),
+        ),
         devices=frozenset({"cpu", "cuda"}),
         precisions=frozenset({"fp32", "bf16", "fp16"}),
         options=DDPOptions,
@@ -31,3 +33,10 @@ def shardkit_prepare(
     from shardkit_ddp._engine import DDPEngine
 
     return None if optimizer is None else DDPEngine(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_footprint(model: ModelSize, strategy: Strategy, options: DDPOptions) -> Footprint:
+    from shardkit_ddp._footprint import DDPFootprint
+
+    return DDPFootprint(model, options)

@@ -15,39 +15,57 @@ BUCKET_BYTES = 25 * 2**20
 """How much is averaged in one collective, which needs as much memory: torch's own choice for its buckets."""
 
 
-@torch.no_grad()
-def average(parameters: Sequence[Tensor], *, special: bool = False) -> bool:
-    """Average the gradients over the ranks, in place, and return whether any rank's were special. Collective.
+class Kinds:
+    """What gradients there are on any rank. Collective."""
 
-    They are where one is sparse, or the caller says so.
+    special: bool
+    """Whether any rank's is sparse, or its caller says so."""
 
-    A rank without a gradient that another one has counts as zero; one that no rank has stays None. A gradient that is
-    sparse on all ranks that have it stays sparse; elsewhere it becomes dense.
-    """
-    if not parameters:
-        return False
-    dense = [value.grad is not None and not value.grad.is_sparse for value in parameters]
-    sparse = [value.grad.sparse_dim() if value.grad is not None else 0 for value in parameters]
-    have = torch.tensor([*dense, *sparse, special], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(have, dist.ReduceOp.MAX)
-    told = have.tolist()
-    dense, sparse = told[: len(parameters)], told[len(parameters) : -1]
-    for value, is_dense, sparse_dims in zip(parameters, dense, sparse, strict=True):
-        if sparse_dims and not is_dense:
-            value.grad = _sparse_average(value, sparse_dims)
-    for bucket in _buckets([value for value, flag in zip(parameters, dense, strict=True) if flag]):
-        for value in bucket:
-            if value.grad is None:
-                value.grad = torch.zeros_like(value)
-            elif value.grad.is_sparse:
-                value.grad = value.grad.to_dense()
-        gradients = [value.grad for value in bucket if value.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-    return any(sparse) or bool(told[-1])
+    def __init__(self, parameters: Sequence[Tensor], *, special: bool = False) -> None:
+        self._parameters = parameters
+        self._dense: list[int] = []
+        self._sparse: list[int] = []
+        self.special = False
+        if not parameters:
+            return
+        dense = [value.grad is not None and not value.grad.is_sparse for value in parameters]
+        sparse = [value.grad.sparse_dim() if value.grad is not None else 0 for value in parameters]
+        have = torch.tensor([*dense, *sparse, special], dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(have, dist.ReduceOp.MAX)
+        told = have.tolist()
+        self._dense, self._sparse = told[: len(parameters)], told[len(parameters) : -1]
+        self.special = any(self._sparse) or bool(told[-1])
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients over the ranks, in place. Collective.
+
+        A rank without a gradient that another one has counts as zero; one that no rank has stays None. A gradient that
+        is sparse on all ranks that have it stays sparse; elsewhere it becomes dense.
+        """
+        for value, is_dense, sparse_dims in zip(self._parameters, self._dense, self._sparse, strict=True):
+            if sparse_dims and not is_dense:
+                value.grad = _sparse_average(value, sparse_dims)
+        for bucket in _buckets([value for value, flag in zip(self._parameters, self._dense, strict=True) if flag]):
+            for value in bucket:
+                if value.grad is None:
+                    value.grad = torch.zeros_like(value)
+                elif value.grad.is_sparse:
+                    value.grad = value.grad.to_dense()
+            gradients = [value.grad for value in bucket if value.grad is not None]
+            _average_together(gradients)
+
+
+def _average_together(gradients: list[Tensor]) -> None:
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        dist.all_reduce(gradients[0])
+        gradients[0] /= dist.get_world_size()
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _sparse_average(value: Tensor, dims: int) -> Tensor:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_
 
 from shardkit import Engine, Strategy, Update
+from shardkit.averaging import Reducer
 from shardkit.errors import UnsupportedError
 from shardkit.gradients import all_finite, gradients, total_norm, unscale
-from shardkit_ddp._average import average
+from shardkit_ddp._average import Kinds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,12 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class DDPEngine(Engine):
-    """The user's module and optimizer, and torch's reducer between them.
-
-    The user calls the module itself and never the wrapper: the reducer is told of a backward pass when the pass
-    begins, with its loss. So it finds unused parameters in the very graph that is back-propagated, whatever the module
-    returned and however often it was called, and a micro-batch that isn't the window's last needs no ``no_sync``.
-    """
+    """The user's module and optimizer, and torch's reducer between them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: DDPOptions) -> None:
         self.model = model
@@ -43,12 +37,11 @@ class DDPEngine(Engine):
         self._options = options
         self._distributed = dist.get_world_size() > 1
         self._frozen: list[Tensor] = []
-        self._ddp: DistributedDataParallel | None = None
+        self._reducer: Reducer | None = None
         # The first window is averaged after the pass. It shows whether gradients are sparse, or come from a backward
         # within the backward, which the reducer can't follow on some ranks and must know on all.
         self._overlap = False
         self._may_overlap = options.overlap
-        self._midway = False
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
         if self._distributed:
@@ -59,17 +52,13 @@ class DDPEngine(Engine):
             unscale(gradients(self._parameters), self.loss_scale)
 
     def _backward_on_ranks(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
-        overlap = last and self._overlap
-        first = last and self._may_overlap and not overlap
-        passes = _Passes(loss, self._parameters) if first else None
-        if overlap:
-            ddp = self._wrapped()
-            if ddp is not None:
-                loss = _anchored(loss, self._parameters)
-                _expect(ddp.reducer, loss)
-        self._midway = True
+        reducer = self._reducer if last and self._overlap and not self._thawed() else None
+        passes = _Passes(loss, self._parameters) if last and self._may_overlap and reducer is None else None
         try:
-            loss.backward(gradient)
+            if reducer is None:
+                loss.backward(gradient)
+            else:
+                reducer.backward(loss, gradient)
         except RuntimeError as error:
             if "SparseTensorImpl" in str(error):
                 raise UnsupportedError(
@@ -83,21 +72,48 @@ class DDPEngine(Engine):
                 "with use_reentrant=True gives it: checkpoint with use_reentrant=False, or use 'ddp:overlap=false', "
                 "which averages the gradients after the pass"
             ) from error
-        self._midway = False
-        if last and not overlap:
-            special = average(self._parameters, special=passes is not None and passes.nested())
-            self._may_overlap = self._may_overlap and not special
-            self._overlap = self._may_overlap
+        if last and reducer is None:
+            self._average(passes)
 
-    def _wrapped(self) -> DistributedDataParallel | None:
-        """Return the reducer's owner over those parameters that are trainable; None without any. Collective."""
-        if self._ddp is None or any(value.requires_grad for value in self._frozen):
-            # The reducer knows only those parameters that were trainable when it was built.
-            self._frozen = [value for value in self._parameters if not value.requires_grad]
-            self._ddp = _wrap(self.model, self._options)
-        return self._ddp
+    def _average(self, passes: _Passes | None) -> None:
+        """Average what passes without the reducer left, and from now on with it where it can follow. Collective."""
+        kinds = Kinds(self._parameters, special=passes is not None and passes.nested())
+        self._may_overlap = self._may_overlap and not kinds.special
+        self._overlap = self._may_overlap
+        kinds.average()
+
+    def _thawed(self) -> bool:
+        # The reducer knows only those parameters that were trainable when it was built.
+        return any(value.requires_grad for value in self._frozen)
+
+    def _build(self) -> Reducer:
+        """Build the reducer over those parameters that are trainable. Collective."""
+        self._forget()
+        self._frozen = [value for value in self._parameters if not value.requires_grad]
+        self._reducer = Reducer(
+            self.model,
+            bucket_cap_mb=self._options.bucket_cap_mb,
+            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+        )
+        return self._reducer
+
+    def _forget(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer, self._frozen = None, []
 
     def step(self) -> Update:
+        applied, norm = self._update()
+        if self._reducer is not None:
+            self._reducer.drop()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._overlap and self._distributed and (self._reducer is None or self._thawed()):
+            # When a rank holds least.
+            self._build().drop()
+        return Update(applied, norm)
+
+    def _update(self) -> tuple[bool, float | None]:
         trained = gradients([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
         norm = None
         # The reducer has averaged the gradients: what this rank sees, all see.
@@ -111,9 +127,7 @@ class DDPEngine(Engine):
             applied = all_finite(trained)
         if applied:
             self._optimizer_step()
-        for parameter in self._parameters:
-            parameter.grad = None
-        return Update(applied, norm)
+        return applied, norm
 
     def full_gradients(self) -> dict[str, Tensor]:
         return {
@@ -124,30 +138,28 @@ class DDPEngine(Engine):
 
     def restart(self) -> None:
         super().restart()
-        if self._midway and self._ddp is not None:
-            # A backward failed, and left the reducer in the middle of its work.
-            self._ddp = _wrap(self.model, self._options)
-            self._midway = False
+        # A backward that failed may have left it in the middle of its work.
+        self._forget()
 
     def state_dict(self) -> dict[str, Any]:
         # How gradients are averaged decides in which order they are added up: whether by the reducer, and with what
         # beside them in its buckets, which keep their place for a parameter that is frozen later.
         apart = None
-        if self._ddp is not None:
+        if self._reducer is not None:
             frozen = {id(value) for value in self._frozen}
             apart = [place for place, value in enumerate(self._by_name()) if id(value) in frozen]
         return {"overlap": self._overlap, "may_overlap": self._may_overlap, "apart": apart}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._overlap, self._may_overlap = state["overlap"], state["may_overlap"]
-        self._ddp, self._frozen = None, []
+        self._forget()
         if state["apart"] is not None and self._distributed:
             apart = set(state["apart"])
             trainable = [value.requires_grad for value in self._parameters]
             try:
                 for place, value in enumerate(self._by_name()):
                     value.requires_grad_(place not in apart and _has_gradients(value))
-                self._wrapped()
+                self._build().drop()
             finally:
                 for value, flag in zip(self._parameters, trainable, strict=True):
                     value.requires_grad_(flag)
@@ -159,8 +171,7 @@ class DDPEngine(Engine):
         for parameter in self._parameters:
             # Those of a window in progress are views of the reducer's buckets.
             parameter.grad = None
-        # The reducer's hooks on the parameters go with it.
-        self._ddp = None
+        self._forget()
         self._distributed = self._overlap = False
 
 
@@ -186,73 +197,6 @@ class _Passes:
 
 def _has_gradients(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _wrap(model: nn.Module, options: DDPOptions) -> DistributedDataParallel | None:
-    if not any(value.requires_grad for value in model.parameters()):
-        return None
-    return DistributedDataParallel(
-        model,
-        init_sync=False,  # the core has broadcast the weights, and keeps buffers equal
-        find_unused_parameters=True,
-        bucket_cap_mb=options.bucket_cap_mb,
-        gradient_as_bucket_view=options.gradient_as_bucket_view,
-    )
-
-
-def _anchored(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Return the loss with a parameter in its graph that gets no gradient from there.
-
-    The reducer begins with the first parameter that back-propagation reaches. A loss that depends on none, where a rank
-    found nothing to learn from, would leave the other ranks waiting for this one.
-    """
-    anchor = next((value for value in parameters if value.requires_grad), None)
-    return loss if anchor is None else _Anchor.apply(loss, anchor)  # type: ignore[no-untyped-call]
-
-
-class _Anchor(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _expect(reducer: Any, loss: Tensor) -> None:
-    """Tell the reducer that a backward pass from this loss begins, whose gradients it shall average."""
-    reducer.prepare_for_forward()
-    if _Quietly.done:
-        reducer.prepare_for_backward([loss])
-    else:
-        _Quietly.apply(reducer, loss)
-
-
-class _Quietly(torch.autograd.Function):
-    """Has the reducer look for unused parameters without a word, until it has said its word.
-
-    Torch says once per process that the search costs time where all parameters are used. It is what makes a model right
-    that uses some on some ranks only, and takes microseconds. The word comes from C++, and only within a call such as
-    that of an autograd function does torch turn it into a Python warning, which can be filtered.
-    """
-
-    done = False
-
-    @classmethod
-    def apply(cls, reducer: Any, loss: Tensor) -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            super().apply(reducer, loss)  # type: ignore[no-untyped-call]
-        for warning in caught:
-            if "find_unused_parameters=True was specified" in str(warning.message):
-                cls.done = True
-            else:
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-    @staticmethod
-    def forward(ctx: Any, reducer: Any, loss: Tensor) -> None:
-        reducer.prepare_for_backward([loss])
 
 
 def trained_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit import Backend, Engine, Finding, Imported, Source, Strategy, Variant, hookimpl
+from shardkit import Backend, Engine, Finding, Footprint, Imported, ModelSize, Source, Strategy, Variant, hookimpl
 from shardkit_deepspeed._keys import TOP_LEVEL
 from shardkit_deepspeed._options import DeepSpeedOptions
 
@@ -72,6 +72,13 @@ def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy,
     from shardkit_deepspeed._control import build
 
     return build(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_footprint(model: ModelSize, strategy: Strategy, options: DeepSpeedOptions) -> Footprint:
+    from shardkit_deepspeed._footprint import footprint
+
+    return footprint(model, strategy, options)
 
 
 @hookimpl

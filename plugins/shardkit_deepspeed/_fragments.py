@@ -95,20 +95,21 @@ class Fragments(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the fragments in the flat tensors of ``param_groups``, from those tensors' gradients."""
-        self._attributes.follow()
         for held in self.param_groups:
             for flat in held["params"]:
-                self._step(flat)
+                assert flat.grad is not None
+                self.update(flat, [flat.grad.narrow(0, own.offset, own.size) for own in self.within(flat)])
 
-    def _step(self, flat: Tensor) -> None:
+    @torch.no_grad()
+    def update(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Update the fragments in one of the flat tensors, each from its own gradient."""
+        self._attributes.follow()
         cut = self._flats[id(flat)]
-        gradient = flat.grad
-        assert gradient is not None
         self.before(flat)
         moved = []
-        for fragment, view in zip(cut.fragments, cut.views, strict=True):
+        for fragment, view, gradient in zip(cut.fragments, cut.views, gradients, strict=True):
             if fragment.at not in self.absent:
-                view.grad = gradient.narrow(0, fragment.offset, fragment.size)
+                view.grad = gradient
                 moved.append(view)
         if not moved:
             return

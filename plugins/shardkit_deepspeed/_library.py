@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import logging
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,9 @@ from shardkit_deepspeed._watch import reduce_scatter, watched
 if TYPE_CHECKING:
     from torch import nn
 
+GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+"""Where stage 3 has the parts of the gradients that a rank keeps, by the number of the parameter."""
+
 _seen_group: weakref.ref[Any] | None = None
 
 # What the engines drive beyond DeepSpeed's public calls, seen in 0.19.8. Checked at prepare, so that a version that
@@ -28,7 +34,9 @@ _DRIVEN = {
     1: (
         "overlapping_partition_gradients_reduce_epilogue",
         "reduce_ready_partitions_and_remove_grads",
+        "reduce_ipg_grads",
         "setup_buckets",
+        "copy_grads_in_partition",
         "scaled_global_norm",
         "refresh_fp32_params",
         "round_robin_bit16_groups",
@@ -41,6 +49,11 @@ _DRIVEN = {
         "overlapping_partition_gradients_reduce_epilogue",
         "reduce_independent_p_g_buckets_and_remove_grads",
         "_get_norm_groups",
+        "_pre_step",
+        "_post_step",
+        "_partition_all_parameters",
+        "_offload_grad_partition_at_boundary",
+        GRADIENTS,
         "grad_partitions_flat_buffer",
         "fp32_partitioned_groups_flat",
         "fp16_partitioned_groups_flat",
@@ -93,8 +106,42 @@ def load(device: torch.device) -> Any:
 
             # Marks for a GPU's profiler, around thousands of calls a step.
             nvtx.enable_nvtx = False
+        _import_muon()
         _join(deepspeed)
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon without torch's compiler, which it would load for its decorators: 30 MiB and a second.
+
+    ZeRO asks for its class in every run. Its functions are compiled when they are first called.
+    """
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if name in sys.modules or importlib.util.find_spec(name) is None:
+        return
+    from deepspeed.runtime import compiler
+
+    compiles = compiler.compile
+
+    def later(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        def decorate(function: Any) -> Any:
+            @functools.cache
+            def compiled() -> Any:
+                return compiles(*args, **kwargs)(function)
+
+            @functools.wraps(function)
+            def call(*given: Any, **named: Any) -> Any:
+                return compiled()(*given, **named)
+
+            return call
+
+        return decorate
+
+    compiler.compile = later
+    try:
+        importlib.import_module(name)
+    finally:
+        compiler.compile = compiles
 
 
 def accelerator_for(device: torch.device) -> Any:
@@ -138,6 +185,47 @@ def _join(deepspeed: Any) -> None:
         # Elsewhere to wait for a collective is no more than to order it before what follows.
         comm.cdb.all_gather_function = watched(comm.cdb.all_gather_function)
         comm.cdb.reduce_scatter_function = reduce_scatter
+        _gather_in_buckets()
+
+
+def _gather_in_buckets() -> None:
+    """Have stages 1 and 2 gather updated weights a bucket at a time: gloo receives into memory of its own."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    plain = stage_1_and_2.all_gather_dp_groups
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def gather(
+        groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *rest: Any, **named: Any
+    ) -> None:
+        size = named.get("allgather_bucket_size")
+        if size is None or dist.get_backend() != "gloo":
+            plain(groups_flat, partitioned_param_groups, dp_process_group, *rest, **named)
+            return
+        for parts, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+            if len(parts) == 1:
+                continue
+            rank = dist.get_rank(group)
+            length = max(size // len(parts), 1)
+            for pieces in zip(*(part.detach().split(length) for part in parts), strict=True):
+                dist.all_gather(list(pieces), pieces[rank], group)
+
+    stage_1_and_2.all_gather_dp_groups = gather
+
+
+def gather_weights(zero: Any) -> None:
+    """Bring the parts of the weights that each rank updated to all, at stages 1 and 2. Collective."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stage_1_and_2.all_gather_dp_groups(
+        groups_flat=zero.bit16_groups_flat,
+        partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+        dp_process_group=zero.real_dp_process_group,
+        start_alignment_factor=zero.nccl_start_alignment_factor,
+        allgather_bucket_size=zero.allgather_bucket_size,
+    )
 
 
 @contextmanager

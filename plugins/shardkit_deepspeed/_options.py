@@ -39,7 +39,7 @@ class DeepSpeedOptions:
         None, "average gradients on a stream of their own during backward, on a GPU; None means false on CPU"
     )
     contiguous_gradients: bool | None = option(
-        None, "copy gradients into one buffer before they are averaged; None means true"
+        None, "copy gradients into one buffer before they are averaged; None means true, and false at stage 3"
     )
     prefetch_bucket_size: int | None = option(
         None, "how many parameters to gather ahead of their use, at stage 3; None means 0", unit="elements"

@@ -11,7 +11,7 @@ from shardkit import Shard, Update
 from shardkit.errors import UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import write
-from shardkit_deepspeed._library import offsets_in, set_boundary
+from shardkit_deepspeed._library import gather_weights, offsets_in, set_boundary
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine
 
@@ -24,7 +24,13 @@ class PartitionEngine(ShardedEngine):
     """Over DeepSpeed's optimizer for stages 1 and 2.
 
     At stage 1 gradients are averaged once a window, at stage 2 in each backward, where each rank keeps its part.
+
+    DeepSpeed copies that part into one tensor, and again for the step. Where masters and weights are the same memory,
+    each fragment's gradient is kept by itself here, and the step is made from those.
     """
+
+    _may_alias = True
+    """Whether masters are the weights' own memory where they can be. False drives all of DeepSpeed's own path."""
 
     def __init__(self, *args: Any, restore: Restore) -> None:
         super().__init__(*args)
@@ -36,9 +42,12 @@ class PartitionEngine(ShardedEngine):
             self._handles += [
                 value.register_post_accumulate_grad_hook(self._hook(index)) for index, value in enumerate(self._params)
             ]
-        if self._half is not None:
+        self._kept: dict[int, list[Tensor]] = {}
+        if self._aliased:
+            self._keep_fragments()
+        elif self._half is not None:
             self._average_in_float32()
-        elif not self._aliased:
+        else:
             self._handles.append(self.model.register_load_state_dict_post_hook(self._refresh))
 
     def _find_parameters(self) -> None:
@@ -52,7 +61,7 @@ class PartitionEngine(ShardedEngine):
         self._aliased = True
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
             part = zero.parallel_partitioned_bit16_groups[group][self._rank]
-            if part.dtype == master.dtype and part.device == master.device:
+            if self._may_alias and part.dtype == master.dtype and part.device == master.device:
                 # In fp32 DeepSpeed's master is a second copy of the same numbers, which overwrites what the user loads
                 # or writes into the weights. One copy serves both.
                 master.data = part.data
@@ -70,6 +79,36 @@ class PartitionEngine(ShardedEngine):
             self._fragments.attach(master, self._fragments.homes[group], fragments)
         # DeepSpeed's own views of the master would keep the second copy alive.
         zero._link_all_hp_params()
+
+    def _keep_fragments(self) -> None:
+        """Have averaged gradients kept here, and what DeepSpeed has for them given back."""
+        zero = self._zero
+        zero.copy_grads_in_partition = self._keep
+        # What is averaged and isn't this rank's goes at once, as at stage 2.
+        zero.partition_gradients = True
+        for master in zero.single_partition_of_fp32_groups:
+            master.grad = None
+        if zero.cpu_offload:
+            zero.offload_gradient_dict.clear()
+            zero.temp_grad_buffer_for_cpu_offload = zero.temp_grad_buffer_for_gpu_offload = None
+
+    @torch.no_grad()
+    def _keep(self, value: nn.Parameter, group: int | None = None) -> None:
+        """Keep this rank's part of a gradient that has been averaged, in a bucket or in its own memory."""
+        index, gradient = self._places[id(value)], value.grad
+        assert gradient is not None
+        value.grad = None
+        alone = gradient.untyped_storage().nbytes() == gradient.nbytes
+        flat, kept = gradient.view(-1), self._kept.get(index)
+        pieces = [flat.narrow(0, part.start, part.size) for part, _ in self._fragments.of(index)]
+        if kept is None:
+            # A view of memory that the next bucket takes, or that holds more than is kept.
+            self._kept[index] = [
+                piece if alone and piece.numel() == flat.numel() else piece.clone() for piece in pieces
+            ]
+        else:
+            for own, piece in zip(kept, pieces, strict=True):
+                own.add_(piece)
 
     def _low_precision(self, master: Tensor) -> Tensor:
         zero = self._zero
@@ -137,11 +176,30 @@ class PartitionEngine(ShardedEngine):
                 self._zero._fill_param_grad_accum_attribute(value)
 
     def _end_averaging(self) -> None:
+        if self._aliased:
+            self._end_bucket()
+            return
         self._zero.overlapping_partition_gradients_reduce_epilogue()
         if self._half is not None:
             # Their sums are in DeepSpeed's partition now; what stays here would count again.
             for value in self._params:
                 value.grad_accum = None  # type: ignore[attr-defined]
+
+    def _end_bucket(self) -> None:
+        """Average what is left in the buckets, and wait for it."""
+        zero = self._zero
+        zero.reduce_ipg_grads()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        if zero.overlap_comm:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            zero._clear_previous_reduced_grads()
+        zero._release_ipg_buffers()
+        for index, value in enumerate(self._params):
+            # They stay where they are without contiguous_gradients.
+            if value.grad is not None and self._fragments.of(index):
+                self._keep(value)
+            value.grad = None
 
     def _release(self, index: int) -> None:
         zero, value = self._zero, self._params[index]
@@ -159,14 +217,19 @@ class PartitionEngine(ShardedEngine):
     def _local_gradients(self) -> list[Tensor]:
         """Return this rank's averaged gradients: the pieces of each group's flat partition, in order."""
         zero = self._zero
+        if self._aliased:
+            return [piece for master in zero.single_partition_of_fp32_groups for piece in self._kept_of(master)]
         if zero.cpu_offload:
             return [master.grad for master in zero.single_partition_of_fp32_groups]
         return [piece for group in range(len(zero.bit16_groups)) for piece in zero.averaged_gradients[group]]
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero
-        found = []
+        found: list[tuple[Fragment, Tensor]] = []
         for group, master in enumerate(zero.single_partition_of_fp32_groups):
+            if self._aliased:
+                found += zip(self._fragments.within(master), self._kept_of(master), strict=True)
+                continue
             if zero.cpu_offload:
                 flat = master.grad
             else:
@@ -174,6 +237,27 @@ class PartitionEngine(ShardedEngine):
             for fragment in self._fragments.within(master):
                 found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
+
+    def _kept_of(self, master: Tensor) -> list[Tensor]:
+        """Return the gradients of the fragments within a master, in order."""
+        # A parameter has no more than one fragment on a rank.
+        return [self._kept[fragment.at][0] for fragment in self._fragments.within(master)]
+
+    def _apply(self, finite: bool) -> bool:
+        if not self._aliased:
+            return super()._apply(finite)
+        zero = self._zero
+        if finite:
+            for master in zero.single_partition_of_fp32_groups:
+                pieces = self._kept_of(master)
+                self._clip(pieces)
+                self._fragments.update(master, pieces)
+        self._drop_gradients()
+        if finite:
+            gather_weights(zero)
+            for group in range(len(zero.bit16_groups)):
+                zero._update_model_bit16_weights(group)
+        return finite
 
     def step(self) -> Update:
         update = super().step()
@@ -185,6 +269,7 @@ class PartitionEngine(ShardedEngine):
     def _drop_gradients(self) -> None:
         zero = self._zero
         zero.zero_grad()
+        self._kept.clear()
         for value in self.model.parameters():
             value.grad = None
         for held in (zero.averaged_gradients, zero.all_grad_tensors):

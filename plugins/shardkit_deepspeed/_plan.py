@@ -144,12 +144,14 @@ def _zero(
     section = zero_section(file)
     return {
         "reduce_scatter": True,
-        "round_robin_gradients": False,
+        # Each rank then keeps some gradients of every part of the backward, and none has them all at its start.
+        "round_robin_gradients": stage == 2,
         **{key: value for key, value in section.items() if key in ZERO_PASSED and said(value) is not None},
         **sizes,
         "stage": stage,
         "overlap_comm": merged(file, options, "overlap_comm", device == "cuda" and stage == 3),
-        "contiguous_gradients": merged(file, options, "contiguous_gradients", True),
+        # To scatter them stage 3 makes another copy anyway.
+        "contiguous_gradients": merged(file, options, "contiguous_gradients", stage < 3),
         "offload_optimizer": _offload(section, "offload_optimizer", optimizer, device),
         "offload_param": _offload(section, "offload_parameters", parameters, device),
     }

@@ -184,6 +184,13 @@ class ShardedEngine(Engine):
     def _norm_tensor(self) -> Tensor:
         return torch.tensor(self._settle(), dtype=torch.float32, device=self._zero.device)
 
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale gradients as DeepSpeed does where their global norm is over its bound."""
+        if self._zero.clip_grad > 0.0:
+            over = torch.clamp((self._norm_tensor() + 1e-6) / self._zero.clip_grad, min=1.0)
+            for gradient in gradients:
+                gradient.mul_(1.0 / over)
+
     def step(self) -> Update:
         for own, live in self._groups:
             parameters = own["params"]
@@ -194,8 +201,7 @@ class ShardedEngine(Engine):
         # The user hung them on the optimizer whose step this is.
         for hook in self.optimizer._optimizer_step_pre_hooks.values() if moves else ():
             hook(self.optimizer, (), {})
-        self._zero.step()
-        applied = not self._zero.overflow
+        applied = self._apply(moves)
         for hook in self.optimizer._optimizer_step_post_hooks.values() if applied else ():
             hook(self.optimizer, (), {})
         self._settled = None
@@ -203,6 +209,11 @@ class ShardedEngine(Engine):
         for value in self._others:
             value.grad = None
         return Update(applied, norm if self._want_norm else None)
+
+    def _apply(self, finite: bool) -> bool:
+        """Clip, update the weights and drop the gradients; return whether the weights moved."""
+        self._zero.step()
+        return not self._zero.overflow
 
     # What is whole.
 

@@ -15,7 +15,7 @@ from shardkit.errors import StateError, UnsupportedError
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import ignore, write
 from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
-from shardkit_deepspeed._library import patch_order_check, restore_linear, set_boundary, unpatch_order_check
+from shardkit_deepspeed._library import GRADIENTS, patch_order_check, restore_linear, set_boundary, unpatch_order_check
 from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._meeting import Meeting
 from shardkit_deepspeed._restore import Restore
@@ -32,10 +32,16 @@ _GATHERING = ("release_sub_module", "trace_prologue", "record_module", "reset_st
 
 @final
 class Stage3Engine(ShardedEngine):
-    """Over DeepSpeed's optimizer for stage 3, which hooks into the user's own module."""
+    """Over DeepSpeed's optimizer for stage 3, which hooks into the user's own module.
+
+    DeepSpeed holds gradients in one tensor for ever, and copies them for the step. Where masters and weights are the
+    same memory, each parameter's part comes with its gradient here and goes with the step, which is made from those.
+    """
 
     stage = 3
     lockstep = "forward"
+    _may_alias = True
+    """Whether masters are the weights' own memory where they can be. False drives all of DeepSpeed's own path."""
 
     def __init__(self, *args: Any, deepspeed: Any, restore: Restore, scalars: list[nn.Parameter]) -> None:
         global _open
@@ -95,7 +101,7 @@ class Stage3Engine(ShardedEngine):
         self._aliased = True
         for group, master in enumerate(zero.fp32_partitioned_groups_flat):
             part = zero.fp16_partitioned_groups_flat[group]
-            if part.dtype == master.dtype and part.device == master.device:
+            if self._may_alias and part.dtype == master.dtype and part.device == master.device:
                 master.data = part.data
             else:
                 self._aliased = False
@@ -109,6 +115,21 @@ class Stage3Engine(ShardedEngine):
                 offset += size
                 index += 1
             self._fragments.attach(master, self._fragments.homes[zero.sub_group_to_group_id[group]], fragments)
+        # In host memory, of weights on a GPU, they are DeepSpeed's own, of locked pages.
+        self._comes_and_goes = self._aliased and self._fragments.flats()[0].device == self._device
+        if self._comes_and_goes:
+            self._keep_parts()
+
+    def _keep_parts(self) -> None:
+        """Have gradients held only while there are any, and what DeepSpeed has for them given back."""
+        zero = self._zero
+        parts = Parts({value.ds_id: value.ds_tensor for group in zero.fp16_groups for value in group})
+        setattr(zero, GRADIENTS, parts)
+        zero.grad_partitions_flat_buffer = None
+        for master in zero.fp32_partitioned_groups_flat:
+            master.grad = None
+        # It copies them to where they are, and takes their norm.
+        zero._offload_grad_partition_at_boundary = _nothing
 
     def _low_precision(self, master: Tensor) -> Tensor:
         zero = self._zero
@@ -185,14 +206,20 @@ class Stage3Engine(ShardedEngine):
 
     def _local_gradients(self) -> list[Tensor]:
         zero = self._zero
+        if self._comes_and_goes:
+            return [piece for master in zero.fp32_partitioned_groups_flat for piece in self._pieces_of(master)]
         if zero.offload_optimizer:
             return [master.grad for master in zero.fp32_partitioned_groups_flat]
         return [zero.grad_partitions_flat_buffer]
 
     def _gradient_pieces(self) -> list[tuple[Fragment, Tensor]]:
         zero = self._zero
-        found, at = [], 0
+        found: list[tuple[Fragment, Tensor]] = []
+        at = 0
         for master in zero.fp32_partitioned_groups_flat:
+            if self._comes_and_goes:
+                found += zip(self._fragments.within(master), self._pieces_of(master), strict=True)
+                continue
             size = master.numel()
             flat = master.grad if zero.offload_optimizer else zero.grad_partitions_flat_buffer.narrow(0, at, size)
             at += size
@@ -200,8 +227,33 @@ class Stage3Engine(ShardedEngine):
                 found.append((fragment, flat.narrow(0, fragment.offset, fragment.size)))
         return found
 
+    def _pieces_of(self, master: Tensor) -> list[Tensor]:
+        """Return the gradients of the fragments within a master, in order."""
+        parts = getattr(self._zero, GRADIENTS)
+        fragments = self._fragments.within(master)
+        return [parts[self._params[part.at].ds_id].narrow(0, 0, part.size) for part in fragments]  # type: ignore[attr-defined]
+
+    def _apply(self, finite: bool) -> bool:
+        if not self._comes_and_goes:
+            return super()._apply(finite)
+        zero = self._zero
+        zero._pre_step()
+        zero._partition_all_parameters()
+        if finite:
+            for master in zero.fp32_partitioned_groups_flat:
+                pieces = self._pieces_of(master)
+                self._clip(pieces)
+                self._fragments.update(master, pieces)
+        self._drop_gradients()
+        if finite:
+            # Gathers what stays whole.
+            zero._post_step(set())
+        return finite
+
     def _drop_gradients(self) -> None:
         zero = self._zero
+        if self._comes_and_goes:
+            getattr(zero, GRADIENTS).clear()
         for value in self.model.parameters():
             value.grad = None
         zero.zero_grad()
@@ -404,6 +456,18 @@ class Stage3Engine(ShardedEngine):
                 whole = whole if self._half is None else whole.to(self._half.kind(value))
             value.ds_tensor = None
             value.data = whole
+
+
+class Parts(dict[int, "Tensor"]):
+    """The parts of the gradients that this rank keeps: each is there, and zero, from when it is first asked for."""
+
+    def __init__(self, like: dict[int, Tensor]) -> None:
+        self._like = like
+
+    def __missing__(self, number: int) -> Tensor:
+        held = self._like[number]
+        part = self[number] = torch.zeros(held.numel(), dtype=held.dtype, device=held.device)
+        return part
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -59,7 +59,9 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def reduce_scatter(output: Tensor, given: Tensor, op: Any, group: Any = None, async_op: bool = False) -> Any:
     """Reduce as gloo's own does it: all to all, of which each rank keeps its part. Gloo's own can't be watched."""
-    whole = given.clone()
+    # Within what is reduced, the output overwrites it anyway.
+    within = output.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    whole = given if within else given.clone()
     current = dist.distributed_c10d._get_default_group()
     if current in _reductions and dist.get_world_size(group) == dist.get_world_size():
         group = _reductions[current]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardkit import Backend, Engine, Finding, Strategy, Variant, hookimpl, option
+from shardkit import Backend, Engine, Finding, Footprint, ModelSize, Strategy, Variant, hookimpl, option
 from shardkit.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -59,11 +59,13 @@ def shardkit_describe() -> Backend:
                 strategy="fairscale",
                 summary="OSS and ShardedDDP: optimizer state and gradients split over the ranks",
                 shards=frozenset({"gradients", "optimizer"}),
+                speed=1.0,
             ),
             Variant(
                 strategy="fairscale:shard=optimizer",
                 summary="OSS and DistributedDataParallel: optimizer state split over the ranks",
                 shards=frozenset({"optimizer"}),
+                speed=1.05,
             ),
         ),
     )
@@ -85,6 +87,13 @@ def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy,
     from shardkit_fairscale._control import build
 
     return build(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_footprint(model: ModelSize, strategy: Strategy, options: FairScaleOptions) -> Footprint:
+    from shardkit_fairscale._footprint import FairScaleFootprint
+
+    return FairScaleFootprint(model, options)
 
 
 @hookimpl

@@ -67,6 +67,8 @@ class FairScaleEngine(Engine):
             if self._clip is not None and window.norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._shard.owned, self._clip, window.norm)
             self._shard.update(window.beyond)
+        if self._reducer is not None:
+            self._reducer.drop()
         self._drop()
         return Update(applied=window.finite, grad_norm=norm)
 

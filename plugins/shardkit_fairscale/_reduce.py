@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.averaging import Reducer as TorchReducer
 from shardkit.errors import UnsupportedError
 from shardkit_fairscale._library import ShardedDataParallel, Workhandle, unconfigured_logging
 
@@ -47,6 +46,9 @@ class Reducer(Protocol):
 
     def recall(self, schedule: list[Tensor]) -> None:
         """Take up the schedule of an earlier run, whatever is trainable by now. Collective."""
+
+    def drop(self) -> None:
+        """Drop the gradients of the schedule, and what memory they needed. Collective."""
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -140,6 +142,9 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
     def recall(self, schedule: list[Tensor]) -> None:
         self.reorder([parameter for parameter in schedule if parameter.requires_grad])
 
+    def drop(self) -> None:
+        """Leave it: FairScale's gradients have memory of their own."""
+
     def close(self) -> None:
         while self._grad_hooks:
             self._grad_hooks.pop().remove()
@@ -207,7 +212,7 @@ class ShardedReducer(ShardedDataParallel):  # type: ignore[misc]
 
 
 class ReplicatedReducer:
-    """torch's DistributedDataParallel, driven from the loss: the user's module is called as it is."""
+    """torch's reducer, which averages gradients on all ranks."""
 
     sharded = False
 
@@ -219,17 +224,14 @@ class ReplicatedReducer:
         self.repeated: set[Tensor] = set()
         self.sparse: set[Tensor] = set()
         self.arrived: dict[Tensor, None] = {}
+        self._reducer: TorchReducer | None = None
         self.refresh([])
+        self.drop()
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        anchor = next((parameter for parameter in self._names if parameter.requires_grad), None)
-        if self._replica is not None and anchor is not None:
-            # The reducer begins with the first parameter that it meets: a loss that depends on none must meet one.
-            loss = _Anchor.apply(loss, anchor)  # type: ignore[no-untyped-call]
-            self._replica.reducer.prepare_for_forward()
-            _look_for_unused(self._replica.reducer, loss)
+        assert self._reducer is not None
         try:
-            loss.backward(gradient)
+            self._reducer.backward(loss, gradient)
         except RuntimeError as error:
             if "SparseTensorImpl" in str(error):
                 raise UnsupportedError(
@@ -251,64 +253,23 @@ class ReplicatedReducer:
             for parameter in self._names:
                 parameter.requires_grad_(parameter in reduced)
             self.refresh(schedule)
+            self.drop()
         finally:
             for parameter, flag in zip(self._names, trainable, strict=True):
                 parameter.requires_grad_(flag)
 
     def refresh(self, schedule: Sequence[Tensor]) -> None:
         self.schedule = [parameter for parameter in self._names if parameter.requires_grad]
-        self._replica: DistributedDataParallel | None = None
-        if self.schedule:
-            self._replica = DistributedDataParallel(
-                self._model,
-                init_sync=False,  # the core has broadcast weights and buffers
-                bucket_cap_mb=self._bucket_cap_mb,
-                find_unused_parameters=True,
-                gradient_as_bucket_view=True,
-            )
+        self.close()
+        self._reducer = TorchReducer(self._model, bucket_cap_mb=self._bucket_cap_mb)
+
+    def drop(self) -> None:
+        if self._reducer is not None:
+            self._reducer.drop()
 
     def reorder(self, schedule: Sequence[Tensor]) -> None:
         """Leave it: DistributedDataParallel has an order of its own."""
 
     def close(self) -> None:
-        self._replica = None
-
-
-def _look_for_unused(reducer: Any, loss: Tensor) -> None:
-    """Have DistributedDataParallel find the parameters that this loss doesn't depend on.
-
-    Where there are none, torch remarks once that the search is needless. But it is what keeps ranks together that use
-    different parameters. The remark is made in C++, and can be filtered only within a call that turns such remarks into
-    Python's warnings, as an autograd function's is.
-    """
-    if _Search.remarked:
-        reducer.prepare_for_backward([loss])
-        return
-    with warnings.catch_warnings(record=True) as remarks:
-        warnings.simplefilter("always")
-        _Search.apply(reducer, loss)  # type: ignore[no-untyped-call]
-    for remark in remarks:
-        if "find_unused_parameters=True was specified" in str(remark.message):
-            _Search.remarked = True
-        else:
-            warnings.warn_explicit(remark.message, remark.category, remark.filename, remark.lineno)
-
-
-class _Anchor(torch.autograd.Function):
-    """Puts a parameter into a loss's graph, which gets no gradient from there."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Search(torch.autograd.Function):
-    remarked = False
-
-    @staticmethod
-    def forward(ctx: Any, reducer: Any, loss: Tensor) -> None:
-        reducer.prepare_for_backward([loss])
+        if self._reducer is not None:
+            self._reducer.close()

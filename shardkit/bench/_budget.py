@@ -228,11 +228,10 @@ def _refused(error: BaseException, left: int, reserved: int) -> int | None:
 
 def _asked(text: str) -> int:
     """Return the bytes that torch or NumPy says it couldn't allocate, 0 if it doesn't."""
-    told = re.search(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) (bytes|[KMGT]iB)", text)
+    told = re.search(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) (bytes|[KMGTPE]iB)", text)
     if told is None:
         return 0
-    unit = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[told[2]]
-    return int(float(told[1]) * unit)
+    return int(float(told[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB").index(told[2]))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -219,8 +219,8 @@ def _leak(trial: Trial) -> int | None:
     for told in trial.in_use:
         # The state of the optimizer and the buckets come with the first two steps. The last count is after a garbage
         # collection: what that freed was no leak.
-        steps = [*told[1:-2], min(told[-2:])]
-        if len(steps) > 2:
+        if len(told) > 4:
+            steps = [*told[1:-2], min(told[-2:])]
             grown.append(min(later - earlier for earlier, later in itertools.pairwise(steps)))
     worst = max(grown, default=0)
     return worst if worst >= _LEAK else None

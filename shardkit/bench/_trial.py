@@ -104,7 +104,7 @@ def run(task: Task, files: Files) -> None:
             device = rank_device(task.device)
             make = task.workload if callable(task.workload) else _find.function(task.workload)
             # Holds the process group, so that it counts as none of the training's memory.
-            Processes(device)
+            processes = Processes(device)
             _warm_up(task.strategy, device)
             memory = _budget.memory(device)
             record.base = memory.base
@@ -112,12 +112,7 @@ def run(task: Task, files: Files) -> None:
             _tell(files, READY)
             if task.budget is not None:
                 memory.limit(task.budget)
-            for seconds in _train(task, make, device, files, record):
-                record.seconds.append(seconds)
-                record.held.append(memory.held())
-                record.in_use.append(memory.in_use())
-            gc.collect()
-            record.in_use.append(memory.in_use())
+            _train(task, make, processes, device, memory, record, files)
         except BaseException as error:
             if memory is not None:
                 # Or there may be no memory to say so with.
@@ -132,9 +127,15 @@ def run(task: Task, files: Files) -> None:
 
 
 def _train(
-    task: Task, make: Callable[[], Workload], device: torch.device, files: Files, record: Record
-) -> Iterator[float]:
-    """Train; yield after each step the seconds that it took, without the making of batches."""
+    task: Task,
+    make: Callable[[], Workload],
+    processes: Processes,
+    device: torch.device,
+    memory: _budget.Memory,
+    record: Record,
+    files: Files,
+) -> None:
+    """Train, and note what is held after each step, and the seconds that it took without the making of batches."""
     workload: Any = make()
     if not isinstance(workload, Workload):
         raise InputError(
@@ -142,27 +143,35 @@ def _train(
             "shardkit.Workload(model, optimizer, loss, batches)"
         )
     model = workload.model.to(device).train()
-    with prepare(model, workload.optimizer, task.strategy) as session:
-        batches = islice(workload.batches(task.batch), session.rank, None, session.world_size)
-        _tell(files, PREPARED)
-        for _ in range(task.steps):
-            seconds = 0.0
-            for _ in range(task.strategy.accumulate):
-                batch = to_device(_checked(batches, task.batch), device)
-                if record.tokens is None and workload.tokens is not None:
-                    record.tokens = int(workload.tokens(batch))
-                start = now(device)
-                loss = workload.loss(session.model, batch)
-                _check_loss(loss)
-                session.backward(loss)
-                session.step()
-                seconds += now(device) - start
-                del loss
-            yield seconds
-            _tell(files, STEP)
-        if task.evaluate:
-            found = evaluate(workload, session, task.batch, device, lambda: _tell(files, STEP))
-            record.evaluation = dataclasses.asdict(found)
+    # Never closed, since the process ends: that would make the weights whole, for which there may be no memory, and
+    # after an error wait for ranks that have none.
+    session = prepare(model, workload.optimizer, task.strategy)
+    batches = islice(workload.batches(task.batch), session.rank, None, session.world_size)
+    _tell(files, PREPARED)
+    for _ in range(task.steps):
+        seconds = 0.0
+        for _ in range(task.strategy.accumulate):
+            batch = to_device(_checked(batches, task.batch), device)
+            if record.tokens is None and workload.tokens is not None:
+                record.tokens = int(workload.tokens(batch))
+            start = now(device)
+            loss = workload.loss(session.model, batch)
+            _check_loss(loss)
+            session.backward(loss)
+            session.step()
+            seconds += now(device) - start
+            del loss
+        record.seconds.append(seconds)
+        record.held.append(memory.held())
+        record.in_use.append(memory.in_use())
+        _tell(files, STEP)
+    gc.collect()
+    record.in_use.append(memory.in_use())
+    if task.evaluate:
+        found = evaluate(workload, session, task.batch, device, lambda: _tell(files, STEP))
+        record.evaluation = dataclasses.asdict(found)
+    # A rank that ends may take from another what it has yet to receive.
+    processes.meet("the end of a trial", 600)
 
 
 def _checked(batches: Iterator[Any], size: int) -> Any:

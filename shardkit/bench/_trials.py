@@ -40,6 +40,9 @@ _GRACE_SECONDS = 5
 _PRINTED = 4000
 """How many of the last characters that a rank printed are kept of a trial that failed."""
 
+_SHOWN = 4
+"""Of how many ranks that hang it is shown where they stand."""
+
 _LOST_PEER = re.compile(r"Connection (?:closed|reset|refused)|Broken pipe|gloo|NCCL|[Ss]ocket|TCPStore|DistStore")
 """What is in the error of a rank that lost another."""
 
@@ -256,11 +259,13 @@ class Trials:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
         self._waiting = b""
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
+        temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
                 # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -372,9 +377,9 @@ def _judge(
             trial, outcome=outcome, note=note, rank=rank, kind=record.kind, details=_details(record, files[rank])
         )
     if late:
-        what = "it has not begun" if not files[late[0]].progress.exists() else "the stack is below"
-        note = f"rank {', '.join(map(str, late))} came no further within {timeout:g} s, by ending a step: {what}"
-        return replace(trial, outcome="hang", note=note, rank=late[0], details=_tail(files[late[0]].log))
+        note = f"rank {', '.join(map(str, late))} ended no step within {timeout:g} s, or came as far as its first"
+        stacks = [f"rank {rank} stood, and had printed:\n{_tail(files[rank].log)}" for rank in late[:_SHOWN]]
+        return replace(trial, outcome="hang", note=note, rank=late[0], details="\n".join(stacks))
     dead = sorted((rank for rank in ended if rank not in records), key=lambda rank: float(ended[rank]["time"]))
     if dead:
         rank = dead[0]

@@ -44,9 +44,9 @@ def counted() -> list[int]:
         hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
         for micro in range(9):
             if micro == 5:
-                # There is none in the first window, and it is built with the second's last backward.
-                reducer: Any = session._engine._wrapped()  # type: ignore[attr-defined]
-                reducer.register_comm_hook(None, hook)
+                # It averages the first window, too, and is built at its end.
+                reducer: Any = session._engine._reducer  # type: ignore[attr-defined]
+                reducer.wrapper.register_comm_hook(None, hook)
             step(session, session.model(batch(0, micro)).square().mean())
             counts.append(len(calls))
     return counts

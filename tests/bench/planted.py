@@ -15,11 +15,11 @@ from shardkit import Workload
 
 ROWS, WIDTH = 64, 4096
 SAMPLE = ROWS * WIDTH * 4
-"""Bytes of one activation of a sample: a MiB. Two are kept for the backward pass, and a gradient is computed."""
+"""Bytes of one activation of a sample: a MiB."""
 
 
 class Layers(nn.Module):
-    """One wide layer: for a sample its output and the rectified output are kept."""
+    """One wide layer. Its training holds five activations of each sample at a time, in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def says_out_of_memory() -> Workload:
 
 
 def says_it_could_not_allocate() -> Workload:
-    text = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
     return on_rank_one(lambda: _raise(RuntimeError(text)))
 
 

@@ -29,7 +29,7 @@ def test_bytes_are_read_from_numbers_and_text(text: int | str, size: int) -> Non
 
 @pytest.mark.parametrize("text", ["", "GiB", "24 G iB", "-1GiB", "24Gb/s", "1e3", "24XB", "nan"])
 def test_what_is_no_amount_is_refused_with_what_would_be(text: str) -> None:
-    with pytest.raises(InputError, match="budget reads a number and a unit.*such as '24GiB'"):
+    with pytest.raises(InputError, match=r"budget reads a number and a unit.*such as '24GiB'"):
         parse_bytes(text, "budget")
 
 
