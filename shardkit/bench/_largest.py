@@ -15,7 +15,7 @@ from shardkit._strategy import Strategy
 from shardkit.bench import _budget
 from shardkit.bench._planned import Planned
 from shardkit.bench._search import Search
-from shardkit.bench._trials import Listener, Trial, Trials
+from shardkit.bench._trials import OF_THE_MACHINE, Listener, Trial, Trials
 from shardkit.errors import InputError, OutOfMemoryError, TrialError
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def find_max_batch(
         global_batch=best.batch * share * trials.processes,
         trials=tuple(ran),
         leak=leak,
-        notes=tuple(_notes(best, share, sizes, budget, leak, trials.device, global_batch)),
+        notes=tuple(_notes(ran, best, share, sizes, budget, leak, trials.device, global_batch)),
     )
 
 
@@ -276,7 +276,14 @@ def _nothing_fits(
 
 
 def _notes(
-    best: Trial, share: int, sizes: Sequence[int], budget: int, leak: int | None, device: str, global_batch: int | None
+    ran: list[Trial],
+    best: Trial,
+    share: int,
+    sizes: Sequence[int],
+    budget: int,
+    leak: int | None,
+    device: str,
+    global_batch: int | None,
 ) -> list[str]:
     notes = []
     if best.batch == sizes[-1]:
@@ -290,6 +297,8 @@ def _notes(
             "the ranks gave freed blocks of 128 KiB and more back to the kernel at once (glibc's M_MMAP_THRESHOLD), "
             "from one arena; left to itself glibc keeps them, and up to a third less fits, differently from run to run"
         )
+    if any(trial.kind == OF_THE_MACHINE for trial in ran):
+        notes.append("the kernel ended ranks that were within their budget: it is the machine's memory that ran out")
     if share > best.accumulate:
         notes.append(
             f"a step of a trial took {best.accumulate} of the {share} micro-batches: further ones hold nothing more"

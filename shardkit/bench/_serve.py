@@ -26,16 +26,18 @@ from shardkit._worker import die_with_parent
 def main(folder: Path, parent: int) -> None:
     # At Ctrl-C it is the one that started it that ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    _die_with_parent(signal.SIGTERM, parent)
     # What is printed by libraries is none of the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     server = _Server(parent, answers)
+    # Not by an exception, which could come in the midst of the removal of the files.
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
     try:
         server.serve()
     finally:
         server.kill()
+        # Or they would write files as these are removed.
+        server.wait()
         shutil.rmtree(folder, ignore_errors=True)
         # Not through the interpreter's end, which takes seconds with what was imported.
         os._exit(0)
@@ -44,13 +46,14 @@ def main(folder: Path, parent: int) -> None:
 class _Server:
     def __init__(self, parent: int, answers: Any) -> None:
         self._parent = parent
+        self._ended = False
         self._answers = answers
         self._running: dict[int, int] = {}
 
     def serve(self) -> None:
         """Do as told until the input ends, or nobody is there to give any."""
         waiting = b""
-        while os.getppid() == self._parent:
+        while not self._ended and os.getppid() == self._parent:
             ready, _, _ = select.select([0], [], [], 0.02 if self._running else 1)
             if ready:
                 more = os.read(0, 2**16)
@@ -60,6 +63,16 @@ class _Server:
                 for line in lines:
                     self._obey(json.loads(line))
             self._reap()
+
+    def end(self) -> None:
+        """Have :meth:`serve` return."""
+        self._ended = True
+
+    def wait(self) -> None:
+        """Wait until the ranks that were killed have ended."""
+        for process in list(self._running):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, 0)
 
     def kill(self) -> None:
         """End all ranks, with what they started."""
@@ -168,7 +181,9 @@ def _rank(folder: Path, rank: int, environment: dict[str, str]) -> NoReturn:
     try:
         server = os.getppid()
         os.setpgid(0, 0)
-        _die_with_parent(signal.SIGKILL, server)
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != server:
+            sys.exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from shardkit.bench._trial import Files, run
@@ -201,12 +216,6 @@ def _rank(folder: Path, rank: int, environment: dict[str, str]) -> NoReturn:
 def _kill_group(process: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
-
-
-def _die_with_parent(by: signal.Signals, parent: int) -> None:
-    die_with_parent(by)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

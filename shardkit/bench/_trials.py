@@ -40,6 +40,9 @@ _GRACE_SECONDS = 5
 _PRINTED = 4000
 """How many of the last characters that a rank printed are kept of a trial that failed."""
 
+OF_THE_MACHINE = "out-of-memory killer"
+"""The kind of a trial in which it was not the budget that ran out."""
+
 _SHOWN = 4
 """Of how many ranks that hang it is shown where they stand."""
 
@@ -55,11 +58,11 @@ class Trial:
     (a rank ended without a word) or ``"hang"``; what went wrong, on which rank and how, is in ``note``, ``rank`` and
     ``details``. ``peak`` is the most that was held at a time: on the CPU resident pages, on a GPU what torch's
     allocator gave out. ``reserved`` is the most that was reserved, which a budget counts. ``held`` is, per rank, what
-    was held after each step, and ``in_use`` what the allocator had given out then, and once more after a
-    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the most that a
-    rank that died held. ``step_seconds`` are of the slowest rank in each step, without the making of batches; ``tokens``
-    are of a batch, where the workload says it; ``evaluations`` are of each rank, if there was one; ``seconds`` are those
-    of the whole trial with its start.
+    was held after each step, and ``in_use`` what the allocator had given out then, and once more after a garbage
+    collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the most that a rank
+    that died held. ``step_seconds`` are of the slowest rank in each step, without the making of batches; ``tokens``
+    are of a batch, where the workload says it; ``evaluations`` are of each rank, if there was one; ``seconds`` are
+    those of the whole trial with its start.
     """
 
     batch: int
@@ -152,6 +155,7 @@ class Trials:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = b""
+        self._imported: set[str] = set()
         self._number = 0
 
     @property
@@ -221,7 +225,7 @@ class Trials:
                         with contextlib.suppress(OSError):
                             stream.close()
                 try:
-                    process.wait(10)
+                    process.wait(3)
                 except subprocess.TimeoutExpired:
                     # The kernel then ends the ranks.
                     process.kill()
@@ -248,24 +252,33 @@ class Trials:
         folder.mkdir()
         path = folder / "task.pickle"
         path.write_bytes(dump(task, "the workload's function"))
-        self._order({"preload": str(path), "backend": task.strategy.backend})
-        deadline = time.monotonic() + max(_START_SECONDS, self.timeout)
-        while not any("preloaded" in answer for answer in self._answers(0.5)):
-            if time.monotonic() > deadline:
-                raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s", None)
+        needs = task.strategy.backend
+        if needs not in self._imported:
+            self._order({"preload": str(path), "backend": needs})
+            deadline = time.monotonic() + _START_SECONDS
+            while not any("preloaded" in answer for answer in self._answers(0.5)):
+                if time.monotonic() > deadline:
+                    raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s")
+            self._imported.add(needs)
         return folder
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
-        self._waiting = b""
+        self._waiting, self._imported = b"", set()
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
         temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "shardkit.bench._serve", str(self._folder), str(os.getpid())],
-                # A thread pool made before a fork is dead after it.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **temporary},
+                # Neither a thread pool nor CUDA, which a check for it would start, can be used after a fork.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                    "PYTHONPATH": path,
+                    **temporary,
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -388,7 +401,9 @@ def _judge(
         death = f"rank {rank} {_death(ended[rank]['code'])}"
         outcome = "out of memory" if evidence else "died"
         note = f"{death}, {evidence}" if evidence else f"{death}, without a result or a traceback"
-        return replace(trial, outcome=outcome, note=note, rank=rank, grown=grown, details=_tail(files[rank].log))
+        kind = OF_THE_MACHINE if evidence and ended[rank]["code"] == -signal.SIGKILL else ""
+        details = _tail(files[rank].log)
+        return replace(trial, outcome=outcome, note=note, rank=rank, kind=kind, grown=grown, details=details)
     rank = failed[0]
     record = records[rank]
     note = f"rank {rank}: {_headline(record)}"

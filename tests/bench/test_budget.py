@@ -123,7 +123,7 @@ except RuntimeError as error:
     assert _budget.refused_bytes(error, memory.reserved(), 64 * 2**20) == 60 * 2**20
 else:
     raise SystemExit("nothing was refused")
-assert memory.in_use() == before
+assert abs(memory.in_use() - before) < 2**16
 memory.lift()
 torch.zeros(60 * 2**20, dtype=torch.uint8)
 assert memory.reserved() > 99 * 2**20
