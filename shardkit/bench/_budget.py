@@ -102,6 +102,7 @@ class _Host:
         self._size = status["VmSize"]
         self._data = status["VmData"]
         self._start = _anonymous(status)
+        self._files = status.get("RssFile", 0)
         self._before: tuple[int, int] | None = None
         self._mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33
         if self._mallinfo is not None:
@@ -127,7 +128,10 @@ class _Host:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
 
     def peak(self) -> int:
-        return max(0, _status()["VmHWM"] - self.base)
+        status = _status()
+        # Pages of files come in as code is run, stay, and belong to no tensor; the limit doesn't count them either.
+        code = max(0, status.get("RssFile", 0) - self._files)
+        return max(0, status["VmHWM"] - self.base - code)
 
     def reserved(self) -> int:
         # The kernel keeps a peak of all address space only: that of the data is at most as high.

@@ -75,9 +75,10 @@ def max_batch(ctx: click.Context, /, workload: str, strategy: str, as_json: bool
     size = f"{format_bytes(found.memory)} for each of {found.processes} processes on {found.device}"
     console.print(f"{found.workload} under {found.strategy}, {size}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(found))
+    several = "es" if found.accumulate > 1 else ""
     console.print(
-        f"largest batch: {found.batch} samples, {found.accumulate} micro-batches a step, {found.global_batch} samples "
-        "a step on all ranks",
+        f"largest batch: {found.batch} samples, {found.accumulate} micro-batch{several} a step, {found.global_batch} "
+        "samples a step on all ranks",
         highlight=False,
         soft_wrap=True,
     )

@@ -123,4 +123,4 @@ def _between(one: Profile, other: Profile, batch: int) -> Profile:
         Event(low.kind, low.names, low.nbytes, line(low.live, high.live), line(low.high, high.high))
         for low, high in zip(one.events, other.events, strict=True)
     )
-    return Profile(batch, events, line(one.data, other.data))
+    return Profile(batch, events, line(one.data, other.data), line(one.kept, other.kept))

@@ -100,6 +100,6 @@ class Stepper:
             with ledger, _Numbers():
                 optimizer.step()
                 state = ledger.now
-                ledger.high = state
+                ledger.forget_high()
                 optimizer.step()
             return Cost(state, ledger.high - state)

@@ -41,11 +41,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """One micro-batch of a size. ``data`` is the most that the making of a batch holds, with the batch before."""
+    """One micro-batch of a size.
+
+    ``data`` is the most that the making of a batch holds, with the batch before, and ``kept`` what the allocator keeps
+    of small blocks that the pass has freed.
+    """
 
     batch: int
     events: tuple[Event, ...]
     data: int
+    kept: int = 0
 
 
 class Subject:
@@ -55,6 +60,7 @@ class Subject:
         self.notes: list[str] = []
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
+        self._kept = 0
         self._workload = self._made(make)
         model = self._workload.model.train()
         self._model = model
@@ -79,7 +85,7 @@ class Subject:
         try:
             with self._fake:
                 made = make()
-            next(made.batches(1))
+            self._draw(made)
             return made
         except Exception as error:
             self.notes.append(
@@ -87,6 +93,7 @@ class Subject:
                 f"{type(error).__name__}: {_first_line(error)}"
             )
         made = make()
+        self._draw(made)
         places = {id(value): value for value in made.model.parameters()}
         with self._fake:
             made.model._apply(self._without_memory)
@@ -94,6 +101,14 @@ class Subject:
         for group in made.optimizer.param_groups:
             group["params"] = [fakes[id(value)] for value in group["params"]]
         return made
+
+    def _draw(self, made: Workload) -> None:
+        """Draw the first batch, and keep count of what it leaves behind, such as the text that all are taken from."""
+        with Ledger() as ledger:
+            batches = made.batches(1)
+            next(batches)
+            del batches
+        self._kept = ledger.now
 
     def _without_memory(self, value: Tensor) -> Tensor:
         return value if isinstance(value, FakeTensor) else self._fake.from_tensor(value)
@@ -108,10 +123,10 @@ class Subject:
         with ledger:
             batches = self._workload.batches(batch)
             drawn = next(batches)
-            held = ledger.now
-            ledger.high = ledger.now
+            held = self._kept + ledger.now
+            ledger.forget_high()
             drawn_again = next(batches)
-            data = ledger.high
+            data = self._kept + ledger.high
         sizes = {len(value) for value in tensors(drawn) if value.dim()}
         if sizes and batch not in sizes:
             raise InputError(
@@ -120,7 +135,7 @@ class Subject:
             )
         del drawn_again, batches
         try:
-            events = self._pass(map_tensors(drawn, self._fake.from_tensor), max(held, storages(drawn)), precision)
+            events, kept = self._pass(map_tensors(drawn, self._fake.from_tensor), max(held, storages(drawn)), precision)
         except InputError:
             raise
         except Exception as error:
@@ -128,25 +143,24 @@ class Subject:
                 f"the workload can't be planned without real numbers: a micro-batch of {batch} raises "
                 f"{type(error).__name__}: {_first_line(error)}. shardkit.find_max_batch measures it instead"
             ) from error
-        return Profile(batch, tuple(events), data)
+        # Elsewhere than on the CPU batches are made in host memory.
+        return Profile(batch, tuple(events), data if self._device == "cpu" else storages(drawn), kept)
 
-    def _pass(self, batch: Any, held: int, precision: str) -> list[Event]:
+    def _pass(self, batch: Any, held: int, precision: str) -> tuple[list[Event], int]:
         model = self._model
         events: list[Event] = []
-        ledger = Ledger()
+        ledger = Ledger(glibc=self._device == "cpu")
         names = {id(value): name for name, value in model.named_parameters()}
         for value in [*model.parameters(), *model.buffers(), *tensors(batch)]:
             ledger.leave_out(value)
-        if self._device == "cpu":
-            ledger.now = held  # the batch; on another device its copy there
-        else:
-            ledger.now = storages(batch)
+        # The batch; on another device its copy there.
+        ledger.hold(held if self._device == "cpu" else storages(batch))
 
         def note(kind: Any, told: tuple[str, ...], nbytes: int = 0) -> None:
             if events:
                 events[-1] = events[-1]._replace(high=ledger.high)
             events.append(Event(kind, told, nbytes, ledger.now, ledger.now))
-            ledger.high = ledger.now
+            ledger.forget_high()
 
         def enter(module: nn.Module, _: Any) -> None:
             note("forward", self.owners[module])
@@ -179,7 +193,7 @@ class Subject:
             for value in model.parameters():
                 value.grad = None
         events[-1] = events[-1]._replace(high=ledger.high)
-        return events
+        return events, ledger.kept
 
 
 def owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:

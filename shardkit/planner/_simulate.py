@@ -75,9 +75,10 @@ class _Simulation:
         grown: set[str] = set()
         batch = profile.events[0].live
         for micro in range(micro_batches):
-            self._look("batch", max(profile.data, batch))
+            self._look("batch", max(profile.data, batch) + profile.kept)
             self._pass(grown, last=micro == micro_batches - 1)
         before = Held(**vars(footprint.held))
+        batch += profile.kept
         if not self._away:
             self._look("step", batch, self._cost.passing)
         passing = footprint.step()

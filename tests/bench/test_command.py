@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from shardkit.bench import _largest
+from shardkit import bench
 from shardkit.bench._largest import MaxBatch
 from shardkit.bench._trials import Trial
 from shardkit.cli import main
@@ -48,8 +48,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             listener.end(trial)
         return FOUND
 
-    monkeypatch.setattr(_largest, "find_max_batch", search)
-    monkeypatch.setattr("shardkit.bench.find_max_batch", search, raising=False)
+    assert bench.find_max_batch is not None  # it is looked up when it is first asked for
+    monkeypatch.setattr(bench, "find_max_batch", search)
     return kept
 
 
