@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardkit import Workload
+from shardkit import Workload, _registry
 from shardkit._registry import _manager
 from shardkit.bench import Bench, Row, Trial, Trials, Watcher, _table, bench
 from shardkit.bench._arms import Arm, arms
@@ -185,6 +185,14 @@ def test_every_variant_is_compared_with_the_first_that_shards_nothing(faulty: No
     assert ("broken", "fp32", "failed") in found
     assert ("deepspeed:stage=3", "fp32", "measured") in found
     assert len(found) == len(set(found))
+
+
+def test_a_variant_that_shards_is_no_baseline_though_it_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = _registry.claims()
+    monkeypatch.setattr(_registry, "claims", lambda: {name: claims[name] for name in ("fairscale", "ddp")})
+    assert [arm.row.strategy for arm in arms([], [], None, 1, "cpu")][:2] == ["ddp", "fairscale"]
+    monkeypatch.setattr(_registry, "claims", lambda: {"fairscale": claims["fairscale"]})
+    assert arms(["fairscale:shard=optimizer"], [], None, 1, "cpu")[0].row.strategy == "fairscale:shard=optimizer"
 
 
 def test_strategies_are_crossed_with_precisions_and_one_that_is_not_to_be_had_is_refused(faulty: None) -> None:
