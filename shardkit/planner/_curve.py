@@ -40,14 +40,21 @@ class Curve:
 
     def exactly(self, batch: int) -> Profile:
         """Return the profile at a batch that is run, unless its data are too large to be made."""
-        if batch not in self._known:
-            if batch > self._most:
-                return self.near(batch)
-            found = self._run(batch)
-            self._known[batch] = found
-            self._order = sorted(self._known)
-            self._lines.clear()
-            self._most = min(self._most, max(batch, _MOST_DATA * batch // max(found.data, 1)))
+        for least in (1, 2):
+            if least not in self._known:
+                self._take(least)
+        if batch in self._known:
+            return self._known[batch]
+        each = max(self._known[2].data - self._known[1].data, 1)
+        self._most = min(MOST, max(2, _MOST_DATA // each))
+        if batch > self._most:
+            return self.near(batch)
+        return self._take(batch)
+
+    def _take(self, batch: int) -> Profile:
+        self._known[batch] = self._run(batch)
+        self._order = sorted(self._known)
+        self._lines.clear()
         return self._known[batch]
 
     def near(self, batch: int) -> Profile:
@@ -59,8 +66,7 @@ class Curve:
         return self._lines[batch]
 
     def _line(self, batch: int) -> Profile:
-        for least in (1, 2):
-            self.exactly(least)
+        self.exactly(1)
         place = min(max(bisect_left(self._order, batch), 1), len(self._order) - 1)
         one, other = (self._known[self._order[at]] for at in (place - 1, place))
         if not self._alike(one, other):
