@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit import __version__
+from shardkit.bench.bench_cli import bench
 from shardkit.bench.cli import max_batch
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
@@ -292,6 +293,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
         )
 
 
+main.add_command(bench)
 main.add_command(max_batch)
 main.add_command(parity)
 main.add_command(plan)

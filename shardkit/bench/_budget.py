@@ -18,6 +18,8 @@ from shardkit.errors import InputError, UnsupportedError
 
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 _THRESHOLD = 128 * 1024
+_PADDING = 128 * 1024 + 2 * 4096
+"""What glibc asks the kernel for on top of a block: its heap grows by so much more (M_TOP_PAD), in whole pages."""
 
 _ALLOCATOR = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
 """The text of torch's allocator on the CPU (c10/core/impl/alloc_cpu.cpp)."""
@@ -225,7 +227,7 @@ def _refused(error: BaseException, left: int, reserved: int) -> int | None:
     told = _ALLOCATOR.search(text)
     if told is not None:
         # What was reserved at the failure may be free by now, so that it is the peak that counts.
-        return int(told[1]) if int(told[1]) > left else None
+        return int(told[1]) if int(told[1]) + _PADDING > left else None
     # A library may ask for as much at once as all that was there before.
     return 0 if _NEAR.search(text) and left <= reserved else None
 

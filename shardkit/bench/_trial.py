@@ -24,6 +24,7 @@ from shardkit._prepare import prepare
 from shardkit._processes import Processes
 from shardkit._strategy import Strategy
 from shardkit.bench import _budget
+from shardkit.bench._evaluation import evaluate, now
 from shardkit.errors import InputError, ShardkitError
 from shardkit.tools._trial import rank_device, to_device
 from shardkit.workloads import Workload, _find
@@ -34,7 +35,8 @@ from shardkit.workloads._contract import first_dimensions
 class Task:
     """What all ranks of a trial do: ``steps`` windows of batches of one size. ``budget`` None sets no limit.
 
-    ``workload`` is the name of one, or the function that makes it.
+    ``workload`` is the name of one, or the function that makes it. ``timed`` leaves the allocator as it is, whose fixed
+    threshold costs time; ``evaluate`` evaluates after the last step.
     """
 
     workload: str | Callable[[], Workload]
@@ -43,6 +45,8 @@ class Task:
     steps: int
     budget: int | None
     device: str
+    timed: bool = False
+    evaluate: bool = False
 
 
 @dataclass
@@ -52,7 +56,8 @@ class Record:
     ``outcome`` is ``"fits"``, ``"out of memory"``, ``"refused"`` (an error of shardkit's) or ``"error"``. ``held`` is
     what was held after each step, and ``in_use`` what the allocator had given out then, and once more after a garbage
     collection. ``asked`` is what could not be allocated, 0 if that isn't known. ``time`` is by the
-    clock of the system, which the ranks have in common.
+    clock of the system, which the ranks have in common. ``tokens`` is of a batch, where the workload says it, and
+    ``evaluation`` an :class:`~shardkit.bench._evaluation.Evaluation` as a mapping, empty without one.
     """
 
     outcome: str = "fits"
@@ -63,6 +68,8 @@ class Record:
     held: list[int] = dataclasses.field(default_factory=list)
     in_use: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    tokens: int | None = None
+    evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
     kind: str = ""
     message: str = ""
     traceback: str = ""
@@ -92,7 +99,8 @@ def run(task: Task, files: Files) -> None:
         # Where it hangs, for the one who waits to ask.
         faulthandler.register(signal.SIGUSR1, log)
         try:
-            _budget.fix_allocator()
+            if not task.timed:
+                _budget.fix_allocator()
             device = rank_device(task.device)
             make = task.workload if callable(task.workload) else _find.function(task.workload)
             # Holds the process group, so that it counts as none of the training's memory.
@@ -144,12 +152,14 @@ def _train(
         seconds = 0.0
         for _ in range(task.strategy.accumulate):
             batch = to_device(_checked(batches, task.batch), device)
-            start = _now(device)
+            if record.tokens is None and workload.tokens is not None:
+                record.tokens = int(workload.tokens(batch))
+            start = now(device)
             loss = workload.loss(session.model, batch)
             _check_loss(loss)
             session.backward(loss)
             session.step()
-            seconds += _now(device) - start
+            seconds += now(device) - start
             del loss
         record.seconds.append(seconds)
         record.held.append(memory.held())
@@ -157,6 +167,9 @@ def _train(
         _tell(files, STEP)
     gc.collect()
     record.in_use.append(memory.in_use())
+    if task.evaluate:
+        found = evaluate(workload, session, task.batch, device, lambda: _tell(files, STEP))
+        record.evaluation = dataclasses.asdict(found)
     # A rank that ends may take from another what it has yet to receive.
     processes.meet("the end of a trial", 600)
 
@@ -227,9 +240,3 @@ class _Little(nn.Module):
         by_hand = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(16), dim=-1) @ value
         together = nn.functional.dropout(mixed + by_hand, 0.1).transpose(1, 2).reshape(2, 16, 64)
         return nn.functional.gelu(self.outer(together))
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-    return time.perf_counter()

@@ -25,7 +25,8 @@ from shardkit.errors import InputError, LaunchError, ShardkitError, TrialError
 from shardkit.workloads import _find
 
 if TYPE_CHECKING:
-    from shardkit.bench._trial import Files, Record
+    from shardkit.bench._evaluation import Evaluation
+    from shardkit.bench._trial import Files, Record, Task
     from shardkit.workloads import Workload
 
 Outcome = Literal["fits", "out of memory", "refused", "error", "died", "hang"]
@@ -57,10 +58,11 @@ class Trial:
     (a rank ended without a word) or ``"hang"``; what went wrong, on which rank and how, is in ``note``, ``rank`` and
     ``details``. ``peak`` is the most that was held at a time: on the CPU resident pages, on a GPU what torch's
     allocator gave out. ``reserved`` is the most that was reserved, which a budget counts. ``held`` is, per rank, what
-    was held after each step, and ``in_use`` what the allocator had given out then, and once more after a
-    garbage collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the
-    most that a rank that died held. ``step_seconds`` are of
-    the slowest rank in each step, without the making of batches; ``seconds`` those of the whole trial with its start.
+    was held after each step, and ``in_use`` what the allocator had given out then, and once more after a garbage
+    collection. ``asked`` is what could not be allocated, 0 if that isn't known, and ``grown`` the most that a rank
+    that died held. ``step_seconds`` are of the slowest rank in each step, without the making of batches; ``tokens``
+    are of a batch, where the workload says it; ``evaluations`` are of each rank, if there was one; ``seconds`` are
+    those of the whole trial with its start.
     """
 
     batch: int
@@ -75,6 +77,8 @@ class Trial:
     asked: int = 0
     grown: int = 0
     step_seconds: tuple[float, ...] = ()
+    tokens: int | None = None
+    evaluations: tuple[Evaluation, ...] = ()
     seconds: float = 0.0
     note: str = ""
     rank: int | None = None
@@ -151,7 +155,7 @@ class Trials:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting = b""
-        self._imported: object = None
+        self._imported: set[str] = set()
         self._number = 0
 
     @property
@@ -167,12 +171,19 @@ class Trials:
         *,
         accumulate: int | None = None,
         budget: int | None = None,
+        steps: int | None = None,
+        timed: bool = False,
+        evaluate: bool = False,
         listener: Listener | None = None,
     ) -> Trial:
-        """Run one trial and return what came of it, whatever that is."""
+        """Run one trial and return what came of it, whatever that is.
+
+        A ``timed`` one leaves the allocator as it is, whose fixed threshold costs time; its memory is another's. With
+        ``evaluate`` the ranks evaluate after the last of ``steps`` steps.
+        """
         from shardkit._launch import environment, store
         from shardkit.bench import _budget
-        from shardkit.bench._trial import Files
+        from shardkit.bench._trial import Files, Task
 
         listener = listener or Listener()
         if budget is not None:
@@ -183,14 +194,15 @@ class Trials:
         listener.begin(batch, strategy.accumulate)
         start = time.monotonic()
         try:
-            folder = self._prepare(strategy, batch, budget)
+            steps = steps or self.steps
+            folder = self._prepare(Task(self.workload, strategy, batch, steps, budget, self.device, timed, evaluate))
             files = [Files(folder, rank) for rank in range(self.processes)]
             killed = _oom_kills()
             # Held until the ranks have ended, so that the port can't be lost to another program.
             held = store()
             environments = [environment(rank, self.processes, held.port) for rank in range(self.processes)]
             self._order({"start": str(folder), "environments": environments})
-            ended, late = self._watch(files, listener)
+            ended, late = self._watch(files, steps, listener)
             del held
             trial = _judge(empty, files, ended, late, self.timeout, _oom_kills() - killed)
             shutil.rmtree(folder, ignore_errors=True)
@@ -228,10 +240,9 @@ class Trials:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(self, strategy: Strategy, batch: int, budget: int | None) -> Path:
+    def _prepare(self, task: Task) -> Path:
         """Return the folder of a new trial, with its task; the process that forks has imported what it needs."""
         from shardkit._launch import dump
-        from shardkit.bench._trial import Task
 
         if self._process is None:
             self._start()
@@ -239,22 +250,21 @@ class Trials:
         self._number += 1
         folder = self._folder / str(self._number)
         folder.mkdir()
-        task = Task(self.workload, strategy, batch, self.steps, budget, self.device)
         path = folder / "task.pickle"
         path.write_bytes(dump(task, "the workload's function"))
-        needs = (self.workload, strategy.backend)
-        if needs != self._imported:
-            self._order({"preload": str(path), "backend": strategy.backend})
+        needs = task.strategy.backend
+        if needs not in self._imported:
+            self._order({"preload": str(path), "backend": needs})
             deadline = time.monotonic() + _START_SECONDS
             while not any("preloaded" in answer for answer in self._answers(0.5)):
                 if time.monotonic() > deadline:
                     raise TrialError(f"the process that forks the ranks imports for more than {_START_SECONDS} s")
-            self._imported = needs
+            self._imported.add(needs)
         return folder
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardkit-bench-"))
-        self._waiting, self._imported = b"", None
+        self._waiting, self._imported = b"", set()
         path = os.pathsep.join(entry for entry in sys.path if entry)
         # What ranks that are killed leave goes with the rest. A socket among it has no room for a long path.
         temporary = {"TMPDIR": str(self._folder)} if len(str(self._folder)) < 60 else {}
@@ -297,7 +307,7 @@ class Trials:
         *lines, self._waiting = (self._waiting + more).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _watch(self, files: list[Files], listener: Listener) -> tuple[dict[int, dict[str, Any]], list[int]]:
+    def _watch(self, files: list[Files], of: int, listener: Listener) -> tuple[dict[int, dict[str, Any]], list[int]]:
         """Wait until all ranks have ended; return how each did, and which ones came no further and were ended."""
         ended: dict[int, dict[str, Any]] = {}
         pids: list[int] = []
@@ -318,7 +328,7 @@ class Trials:
                 # The first two are no steps.
                 steps = max(0, min(come) - 2)
                 if steps != told:
-                    listener.progress(told := steps, self.steps)
+                    listener.progress(told := steps, of)
             if grace is None and any(_failed(files[rank], ended[rank]) for rank in ended):
                 grace = now + _GRACE_SECONDS
             if grace is not None and now > grace:
@@ -337,6 +347,7 @@ def _judge(
     trial: Trial, files: list[Files], ended: dict[int, dict[str, Any]], late: list[int], timeout: float, kills: int
 ) -> Trial:
     """Return the trial with what came of it, from what all ranks told and how each ended."""
+    from shardkit.bench._evaluation import Evaluation
     from shardkit.bench._trial import Record
 
     records: dict[int, Record] = {}
@@ -356,6 +367,8 @@ def _judge(
                 trial,
                 held=tuple(tuple(record.held) for record in told),
                 in_use=tuple(tuple(record.in_use) for record in told),
+                tokens=told[0].tokens,
+                evaluations=tuple(Evaluation(**record.evaluation) for record in told if record.evaluation),
                 step_seconds=tuple(max(step) for step in zip(*(record.seconds for record in told), strict=True)),
             )
     failed = sorted((rank for rank in records if records[rank].outcome != "fits"), key=lambda rank: records[rank].time)

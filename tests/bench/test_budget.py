@@ -42,6 +42,12 @@ def test_the_allocators_own_error_counts_if_what_it_asked_for_was_not_left() -> 
     assert refused_bytes(allocator(19 * MIB), 80 * MIB, BUDGET) is None
 
 
+def test_what_the_heap_grows_by_on_top_of_a_small_block_counts() -> None:
+    kib = 2**10
+    assert refused_bytes(allocator(64 * kib), BUDGET - 84 * kib, BUDGET) == 64 * kib
+    assert refused_bytes(allocator(64 * kib), BUDGET - 256 * kib, BUDGET) is None
+
+
 def test_without_a_budget_what_the_machine_has_left_counts() -> None:
     assert refused_bytes(allocator(2**62), 0, None) == 2**62
     assert refused_bytes(allocator(64), 0, None) is None

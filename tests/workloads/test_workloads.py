@@ -155,6 +155,39 @@ def test_smoothed_labels_cost_what_they_do_by_hand() -> None:
     assert plain == pytest.approx((math.log(2) + math.log(3)) / 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["t5-tiny", SHORT_T5])
+def test_the_setting_smooths_the_labels_of_the_loss(name: str) -> None:
+    plain = workloads.load(name)
+    smooth = workloads.load(f"{name}{',' if ':' in name else ':'}label_smoothing=0.1")
+    batch = next(plain.batches(2))
+    with torch.no_grad():
+        given = plain.model(input_ids=batch["input_ids"], labels=batch["labels"])
+        spread = -given.logits.log_softmax(-1).mean()
+        assert plain.loss(plain.model, batch).item() == pytest.approx(given.loss.item(), rel=1e-6)
+        assert smooth.loss(smooth.model, batch).item() == pytest.approx(
+            (0.9 * given.loss + 0.1 * spread).item(), rel=1e-6
+        )
+
+
+def test_the_loss_of_gpt2_is_of_each_token_after_the_first() -> None:
+    made = workloads.load("gpt2-tiny")
+    batch = next(made.batches(2))
+    with torch.no_grad():
+        given = made.model(input_ids=batch, labels=batch)
+        assert _gpt2.loss(made.model, batch).item() == pytest.approx(given.loss.item(), rel=1e-6)
+        spread = -given.logits[:, :-1].log_softmax(-1).mean()
+        smooth = _gpt2.loss(made.model, batch, label_smoothing=0.1).item()
+        assert smooth == pytest.approx((0.9 * given.loss + 0.1 * spread).item(), rel=1e-6)
+
+
+def test_dropout_is_what_it_is_set_to() -> None:
+    with torch.device("meta"):
+        for name in ("t5-small", "gpt2", "t5-tiny", "gpt2-tiny"):
+            for text, rate in ((f"{name}:dropout=0.25", 0.25), (f"{name}:dropout=0", 0.0)):
+                found = {part.p for part in workloads.load(text).model.modules() if isinstance(part, nn.Dropout)}
+                assert found == {rate}, text
+
+
 def test_the_decoder_is_given_the_token_before_the_one_it_is_asked_for() -> None:
     class Model(nn.Module):
         """It knows the answer to the token before."""
@@ -205,6 +238,12 @@ def test_an_answer_has_as_many_tokens_as_the_target(name: str) -> None:
     made = workloads.load(name)
     batch = next(made.batches(2))
     calls = []
+
+    def end_at_once(_: nn.Module, __: Any, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([_t5.END]), 1e3)
+
+    # It is no shorter even if the model would rather end: ranks call it equally often.
+    made.model.lm_head.register_forward_hook(end_at_once)  # type: ignore[union-attr,operator]
     made.model.get_encoder().register_forward_hook(lambda *_: calls.append(1))  # type: ignore[operator]
     assert made.generate is not None
     assert made.tokens is not None

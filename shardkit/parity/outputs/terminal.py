@@ -37,11 +37,11 @@ def _show_comparison(found: Comparison, console: Console) -> None:
         _heading(console, "What the numbers say")
         for diagnosis in found.diagnoses:
             _say_diagnosis(console, "", diagnosis)
-    _print(console, _tables.differences(found, ("a", "b"), _MOST_ROWS, _WIDTH))
+    print_table(console, _tables.differences(found, ("a", "b"), _MOST_ROWS, _WIDTH))
     growth = _tables.growth(found, ("a", "b"))
     # Of runs that are the same there is nothing to see grow.
     if growth.rows and found.verdict != "identical":
-        _print(console, growth)
+        print_table(console, growth)
         _legend(console, "gap", "round-off", "ULP")
 
 
@@ -49,7 +49,7 @@ def _show_suite(found: Report, console: Console) -> None:
     _title(found, console)
     for side in found.sides:
         _notes(console, side.notes)
-    _print(console, _tables.suite(found))
+    print_table(console, _tables.suite(found))
     for row in found.rows:
         if _words.reasoned(row):
             _say(console, f"{_words.strategy(row)}: {_words.line(row.reason)}")
@@ -60,15 +60,15 @@ def _show_suite(found: Report, console: Console) -> None:
 
 def _show_upgrade(found: Report, console: Console) -> None:
     _title(found, console)
-    _print(console, _tables.sides(found))
+    print_table(console, _tables.sides(found))
     for name, side in zip(_words.names_of(found), found.sides, strict=False):
         _notes(console, [f"{name}: {note}" for note in side.notes])
-    _print(console, _tables.upgrade(found))
+    print_table(console, _tables.upgrade(found))
     for row in found.rows:
         told = _words.partings(row.comparison, ("before", "after")) if row.comparison is not None else []
         if told and row.verdict == "different":
             _say(console, " ".join([f"{_words.strategy(row)}:", *told]))
-    _print(console, _tables.changed(found, _MOST_ROWS, _WIDTH))
+    print_table(console, _tables.changed(found, _MOST_ROWS, _WIDTH))
     _found(found, console)
     _legend(console, "round-off", "ULP", "speed", *_control(found))
     _summary(found, console)
@@ -134,7 +134,8 @@ def _say(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
-def _print(console: Console, table: _tables.Table) -> None:
+def print_table(console: Console, table: _tables.Table) -> None:
+    """Print a table, unless it has no rows."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
