@@ -16,6 +16,8 @@ import shardkit
 from shardkit import averaging
 from shardkit.averaging import Reducer, ReducerFootprint
 from shardkit.testing import run
+from tests.cases._table import reason_left_out, refusal
+from tests.cases.test_cases import CASES, _run_cases
 
 SIZE = 1100
 """A square matrix of that many rows is large enough for a bucket whose memory is given up."""
@@ -284,3 +286,23 @@ def test_the_footprint_holds_a_bucket_from_its_first_gradient_to_the_end_of_the_
     assert footprint.gradients == 3 * large + little
     footprint.drop()
     assert footprint.gradients == 0
+
+
+def _cases(strategy: str, names: list[str], folder: Path) -> dict[str, Any]:
+    averaging.LARGE_BUCKET = 1
+    return _run_cases(strategy, names, folder)
+
+
+@pytest.mark.parametrize(
+    "module", ["parameters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("passes", "windows", "public"))]
+)
+@pytest.mark.parametrize("under", ["ddp", "fairscale:shard=optimizer"])
+def test_every_case_is_right_or_refused_where_the_smallest_bucket_is_given_up(
+    module: str, under: str, tmp_path: Path
+) -> None:
+    names = [name for name, case in CASES.items() if case.__module__ == f"tests.cases.{module}"]
+    names = [name for name in names if reason_left_out(name, under) is None]
+    found = run(_cases, under, names, tmp_path, processes=2, timeout=200)
+    for name in names:
+        for told in (outcomes[name] for outcomes in found):
+            assert (told is None) == (refusal(name, under) is None), f"{name}: {told}"

@@ -20,21 +20,28 @@ class Kinds:
 
     special: bool
     """Whether any rank's is sparse, or its caller says so."""
+    apart: bool
+    """Whether a parameter is trainable on some ranks only."""
 
     def __init__(self, parameters: Sequence[Tensor], *, special: bool = False) -> None:
         self._parameters = parameters
         self._dense: list[int] = []
         self._sparse: list[int] = []
-        self.special = False
+        self.special = self.apart = False
         if not parameters:
             return
         dense = [value.grad is not None and not value.grad.is_sparse for value in parameters]
         sparse = [value.grad.sparse_dim() if value.grad is not None else 0 for value in parameters]
-        have = torch.tensor([*dense, *sparse, special], dtype=torch.uint8, device=parameters[0].device)
+        trained = [value.requires_grad for value in parameters]
+        frozen = [not flag for flag in trained]
+        facts = [*dense, *sparse, *trained, *frozen, special]
+        have = torch.tensor(facts, dtype=torch.uint8, device=parameters[0].device)
         dist.all_reduce(have, dist.ReduceOp.MAX)
         told = have.tolist()
-        self._dense, self._sparse = told[: len(parameters)], told[len(parameters) : -1]
+        count = len(parameters)
+        self._dense, self._sparse, trained, frozen = (told[at * count : (at + 1) * count] for at in range(4))
         self.special = any(self._sparse) or bool(told[-1])
+        self.apart = any(one and other for one, other in zip(trained, frozen, strict=True))
 
     @torch.no_grad()
     def average(self) -> None:

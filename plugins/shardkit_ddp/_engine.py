@@ -79,7 +79,8 @@ class DDPEngine(Engine):
         """Average what passes without the reducer left, and from now on with it where it can follow. Collective."""
         kinds = Kinds(self._parameters, special=passes is not None and passes.nested())
         self._may_overlap = self._may_overlap and not kinds.special
-        self._overlap = self._may_overlap
+        # The reducers of ranks that don't train the same parameters would send each other other buckets.
+        self._overlap = self._may_overlap and not kinds.apart
         kinds.average()
 
     def _thawed(self) -> bool:
