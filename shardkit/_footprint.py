@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class ParameterSize(NamedTuple):
@@ -77,12 +77,14 @@ class Footprint(ABC):
 
     ``held`` is on the device that computes; ``host`` in host memory, for what is offloaded, which is the same memory
     where the device is the CPU. ``offloaded_state`` says that the optimizer's state and its step are in host memory.
+    ``weights`` is the precision that the engine casts the module's weights and inputs to, None where it leaves them.
     """
 
     model: ModelSize
     held: Held = field(default_factory=Held, init=False)
     host: Held = field(default_factory=Held, init=False)
     offloaded_state: bool = field(default=False, init=False)
+    weights: Literal["bf16", "fp16"] | None = field(default=None, init=False)
 
     @abstractmethod
     def stepped(self) -> Sequence[Stepped]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardkit._strategy import Strategy
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_SCALE = 1.0
 
 
@@ -68,7 +68,7 @@ def check_precision(module: nn.Module, precision: str, device: torch.device) -> 
         InputError: a trainable parameter isn't float32, which lower precisions keep the weights in.
         UnsupportedError: the device can't compute in it.
     """
-    dtype = _DTYPES.get(precision)
+    dtype = DTYPES.get(precision)
     if dtype is None:
         return
     for name, value in module.named_parameters():
@@ -96,13 +96,13 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which operations run in a precision; one without effect for fp32."""
-    dtype = _DTYPES.get(precision)
+    dtype = DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def lower(module: nn.Module, precision: str, device: torch.device) -> Callable[[], None]:
     """Have a module's forward run in a precision, and give its results back in float32; return what undoes it."""
-    dtype = _DTYPES.get(precision)
+    dtype = DTYPES.get(precision)
     if dtype is None:
         return lambda: None
     own: Any = module.__dict__.get("forward")

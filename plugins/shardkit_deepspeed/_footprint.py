@@ -50,6 +50,7 @@ class ZeroFootprint(Footprint):
         self._gloo = self.model.device == "cpu"
         self._ring = _RING if self._gloo and self._ranks > 1 else 0
         self._half = self.plan.half is not None
+        self.weights = None if self.plan.half is None else "bf16" if self.plan.half == "bf16" else "fp16"
         self._trained = {
             value.name: value for value in self.model.parameters if value.trainable and value.updated and value.elements
         }

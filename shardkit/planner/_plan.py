@@ -69,7 +69,7 @@ class _Planner:
         self._task = task
         self._model = ModelSize(subject.parameters, task.processes, task.device)
         self._stepper = Stepper(subject.optimizer, subject.parameters_by_name, device=task.device)
-        self._curves: dict[str, Curve] = {}
+        self._curves: dict[tuple[str, str | None], Curve] = {}
         self._owners = {name: names for names in subject.owners.values() for name in names}
 
     def row(self, strategy: Strategy) -> Row:
@@ -85,9 +85,10 @@ class _Planner:
             return Row(text, strategy.precision, "refused", note=str(error))
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
-        curve = self._curve(strategy.precision)
+        footprint = _footprint(self._model, backend, strategy, options)
+        curve = self._curve(strategy.precision, footprint.weights)
 
-        cost = self._stepper.cost(_footprint(self._model, backend, strategy, options).stepped())
+        cost = self._stepper.cost(footprint.stepped())
 
         def peak(profile: Profile) -> Peak:
             return simulate(
@@ -115,10 +116,11 @@ class _Planner:
         wanted = batch or largest
         return _row(strategy, speed, "fits", peak(curve.near(wanted)), wanted, points, largest=largest)
 
-    def _curve(self, precision: str) -> Curve:
-        if precision not in self._curves:
-            self._curves[precision] = Curve(lambda batch: self._subject.profile(batch, precision))
-        return self._curves[precision]
+    def _curve(self, precision: str, weights: str | None) -> Curve:
+        key = precision, weights
+        if key not in self._curves:
+            self._curves[key] = Curve(lambda batch: self._subject.profile(batch, precision, weights))
+        return self._curves[key]
 
 
 def _around(batch: int) -> list[int]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 
 from shardkit._footprint import ParameterSize
-from shardkit._precision import lower
+from shardkit._precision import DTYPES, lower
 from shardkit.errors import InputError
 from shardkit.nested import map_tensors
 from shardkit.planner._as_cuda import as_on_cuda
@@ -22,6 +23,9 @@ from shardkit.workloads._contract import tensors
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class Event(NamedTuple):
@@ -110,11 +114,18 @@ class Subject:
             del batches
         self._kept = ledger.now
 
+    def _cast(self, dtype: torch.dtype) -> None:
+        """Give the weights another type, but for those of normalizing layers, which compute in float32."""
+        kept = {value for part in self._model.modules() if isinstance(part, NORMS) for value in part.parameters(False)}
+        for value in self._model.parameters():
+            if value.is_floating_point() and value not in kept:
+                value.data = value.data.to(dtype)
+
     def _without_memory(self, value: Tensor) -> Tensor:
         return value if isinstance(value, FakeTensor) else self._fake.from_tensor(value)
 
-    def profile(self, batch: int, precision: str) -> Profile:
-        """Return what a micro-batch of this size does in this precision.
+    def profile(self, batch: int, precision: str, weights: str | None = None) -> Profile:
+        """Return what a micro-batch of this size does in this precision, with weights and inputs cast to ``weights``.
 
         Raises:
             InputError: it can't be known without real numbers.
@@ -135,7 +146,9 @@ class Subject:
             )
         del drawn_again, batches
         try:
-            events, kept = self._pass(map_tensors(drawn, self._fake.from_tensor), max(held, storages(drawn)), precision)
+            events, kept = self._pass(
+                map_tensors(drawn, self._fake.from_tensor), max(held, storages(drawn)), precision, weights
+            )
         except InputError:
             raise
         except Exception as error:
@@ -146,8 +159,12 @@ class Subject:
         # Elsewhere than on the CPU batches are made in host memory.
         return Profile(batch, tuple(events), data if self._device == "cpu" else storages(drawn), kept)
 
-    def _pass(self, batch: Any, held: int, precision: str) -> tuple[list[Event], int]:
+    def _pass(self, batch: Any, held: int, precision: str, weights: str | None) -> tuple[list[Event], int]:
         model = self._model
+        before = {value: value.data for value in model.parameters()} if weights is not None else {}
+        if weights is not None:
+            with self._fake:
+                self._cast(DTYPES[weights])
         events: list[Event] = []
         ledger = Ledger(glibc=self._device == "cpu")
         names = {id(value): name for name, value in model.named_parameters()}
@@ -171,7 +188,10 @@ class Subject:
             value.grad = None
             note("ready", (names[id(value)],), size)
 
-        handles: list[Any] = [part.register_forward_pre_hook(enter) for part in self.owners]
+        handles: list[Any] = []
+        if weights is not None:
+            handles.append(model.register_forward_pre_hook(_lowered(DTYPES[weights]), with_kwargs=True, prepend=True))
+        handles += [part.register_forward_pre_hook(enter) for part in self.owners]
         handles += [
             value.register_post_accumulate_grad_hook(ready) for value in model.parameters() if value.requires_grad
         ]
@@ -190,10 +210,22 @@ class Subject:
             raise_again()
             for handle in handles:
                 handle.remove()
+            for value, data in before.items():
+                value.data = data
             for value in model.parameters():
                 value.grad = None
         events[-1] = events[-1]._replace(high=ledger.high)
         return events, ledger.kept
+
+
+def _lowered(dtype: torch.dtype) -> Callable[..., Any]:
+    def lower_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def cast(value: Tensor) -> Tensor:
+            return value.to(dtype) if value.is_floating_point() else value
+
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+    return lower_inputs
 
 
 def owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
