@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 
-class as_on_cuda(TorchFunctionMode):  # noqa: N801 - a context
-    """Within this context, dropout keeps a mask of bytes, as it does on a GPU; on the CPU it keeps one of floats."""
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within this context, dropout keeps a mask of bytes, as it does on a GPU; on the CPU it keeps one of floats.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.nn.functional.dropout:
-            return _dropout(*args, **kwargs)
-        return function(*args, **kwargs)
+    The function itself is replaced: a mode would be off where a checkpoint runs its part again.
+    """
+    before = torch.nn.functional.dropout
+    torch.nn.functional.dropout = _dropout
+    try:
+        yield
+    finally:
+        torch.nn.functional.dropout = before
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
     return torch.native_dropout(input, p, True)[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
+import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardkit.planner._ledger import Ledger
@@ -15,6 +17,7 @@ from shardkit.workloads import Workload
 
 WIDE, HIDDEN = 24, 4096
 FLOAT = 4
+PAGES = 3 * 4096
 
 
 def model() -> nn.Sequential:
@@ -53,10 +56,13 @@ def test_the_forward_holds_what_the_backward_needs() -> None:
     batch = 100
     profile = subject.profile(batch, "fp32")
     data, hidden, out = batch * WIDE * FLOAT, batch * HIDDEN * FLOAT, batch * FLOAT
-    assert moment(profile, "forward", "0.weight") == (data, data + 2 * hidden), "before ReLU's input is freed"
+    live, high = moment(profile, "forward", "0.weight")
+    # A large block is whole pages.
+    assert data <= live <= data + PAGES
+    assert data + 2 * hidden <= high <= data + 2 * hidden + PAGES, "before ReLU's input is freed"
     live, _ = moment(profile, "backward")
     # The batch, what ReLU returned, and the loss, a number; mean needs no values of what it sums.
-    assert live in (data + hidden + FLOAT, data + hidden + out + FLOAT)
+    assert data + hidden + FLOAT <= live <= data + hidden + out + FLOAT + PAGES
 
 
 def test_gradients_are_no_activations_once_they_are_there() -> None:
@@ -71,7 +77,7 @@ def test_gradients_are_no_activations_once_they_are_there() -> None:
 def test_the_curve_of_a_real_pass_is_that_of_a_pass_without_memory() -> None:
     subject = Subject(workload, device="cpu")
     made, batch = model(), torch.ones(100, WIDE)
-    ledger = Ledger()
+    ledger = Ledger(glibc=True)
     for value in [*made.parameters(), batch]:
         ledger.leave_out(value)
     with ledger:
@@ -153,3 +159,53 @@ def test_adafactor_holds_rows_and_columns_of_a_matrix_and_all_of_a_flat_piece() 
     flat = stepper.cost([Stepped((300 * 200,), "0.weight")]).state
     assert whole < 3 * FLOAT * 500
     assert flat >= FLOAT * 60_000
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDE, HIDDEN), nn.ReLU(), nn.Dropout(0.1), nn.Linear(HIDDEN, WIDE))
+            for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_checkpointed_pass_holds_the_inputs_of_its_parts_and_one_part_at_a_time(device: str) -> None:
+    def checkpointed() -> Workload:
+        made = Checkpointed(6)
+
+        def batches(size: int) -> Iterator[Tensor]:
+            return repeat(torch.ones(size, WIDE))
+
+        return Workload(made, torch.optim.SGD(made.parameters()), lambda net, batch: net(batch).mean(), batches)
+
+    profile = Subject(checkpointed, device=device).profile(1000, "fp32")
+    hidden = 1000 * HIDDEN * FLOAT
+    live, _ = moment(profile, "backward")
+    assert live < hidden, "no hidden layer is kept"
+    most = max(event.high for event in profile.events)
+    assert 2 * hidden < most < 5 * hidden, "one part's hidden layers are made again, with their masks"
+
+
+def test_dropout_on_a_gpu_keeps_a_byte_an_element() -> None:
+    def dropping() -> Workload:
+        made = nn.Sequential(nn.Linear(WIDE, HIDDEN), nn.Dropout(0.5), nn.Linear(HIDDEN, 1))
+
+        def batches(size: int) -> Iterator[Tensor]:
+            return repeat(torch.ones(size, WIDE))
+
+        return Workload(made, torch.optim.SGD(made.parameters()), lambda net, batch: net(batch).mean(), batches)
+
+    elements = 1000 * HIDDEN
+    live = {
+        kind: moment(Subject(dropping, device=kind).profile(1000, "fp32"), "backward")[0] for kind in ("cpu", "cuda")
+    }
+    # What dropout returns is kept for the next layer, and its mask: floats on the CPU.
+    assert live["cpu"] == pytest.approx(2 * FLOAT * elements, rel=0.02)
+    assert live["cuda"] == pytest.approx((FLOAT + 1) * elements, rel=0.02)
