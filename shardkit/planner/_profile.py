@@ -149,7 +149,7 @@ class Subject:
     def _pass(self, batch: Any, held: int, precision: str) -> tuple[list[Event], int]:
         model = self._model
         events: list[Event] = []
-        ledger = Ledger(glibc=self._device == "cpu")
+        ledger = Ledger(cpu=self._device == "cpu")
         names = {id(value): name for name, value in model.named_parameters()}
         for value in [*model.parameters(), *model.buffers(), *tensors(batch)]:
             ledger.leave_out(value)
