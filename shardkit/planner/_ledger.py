@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardkit.planner._kernels import taken
+
 _MAPPED = 128 * 1024
 """Bytes from which on glibc maps a block by itself, where its threshold is fixed, as trials of memory have it."""
 
@@ -23,16 +25,17 @@ class Ledger(TorchDispatchMode):
     """Within this context, counts the memory of every tensor that an operation makes, until it is freed.
 
     ``now`` is what is held, and ``high`` the most since it was last set, in bytes. A memory that several tensors share
-    counts once. With ``glibc`` it is counted as the C library hands it out: in pages where a block is large, and where
-    it is small from a heap, which keeps what is freed for the small blocks that come after.
+    counts once. With ``cpu`` it is counted as there, by a process whose C library is glibc, which hands it out in pages
+    where a block is large, and where it is small from a heap that keeps what is freed for the small blocks that come
+    after. So is then what a kernel is known to take for itself.
 
     Torch's own ``MemTracker`` says what was held at the peak of a module; a plan needs the curve between the gradients
     of two parameters, to add what a backend holds at each moment.
     """
 
-    def __init__(self, *, glibc: bool = False) -> None:
+    def __init__(self, *, cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._glibc = glibc
+        self._cpu = cpu
         self._known: dict[int, int] = {}
         self._large = 0
         self._small = 0
@@ -90,7 +93,7 @@ class Ledger(TorchDispatchMode):
             self._small += size
             self._heap = max(self._heap, self._small)
         else:
-            if self._glibc:
+            if self._cpu:
                 size = -(-(size + _HEADER) // _PAGE) * _PAGE
             self._large += size
         self._known[place] = size
@@ -105,10 +108,13 @@ class Ledger(TorchDispatchMode):
             self._large -= size
 
     def _is_small(self, size: int) -> bool:
-        return self._glibc and size < _MAPPED
+        return self._cpu and size < _MAPPED
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.now
         result = function(*args, **(kwargs or {}))
+        if self._cpu:
+            self._high = max(self._high, before + taken(function, args, result))
         if isinstance(result, Tensor):
             self.count(result)
         else:

@@ -166,7 +166,7 @@ class Subject:
             with self._fake:
                 self._cast(DTYPES[weights])
         events: list[Event] = []
-        ledger = Ledger(glibc=self._device == "cpu")
+        ledger = Ledger(cpu=self._device == "cpu")
         names = {id(value): name for name, value in model.named_parameters()}
         for value in [*model.parameters(), *model.buffers(), *tensors(batch)]:
             ledger.leave_out(value)

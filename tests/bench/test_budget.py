@@ -142,6 +142,27 @@ def test_beyond_the_budget_the_kernel_refuses_until_the_limit_is_lifted() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+THREADS = """
+import threading
+import torch
+from shardkit.bench import _budget
+_budget.fix_allocator()
+memory = _budget.memory(torch.device("cpu"))
+done = threading.Event()
+threads = [threading.Thread(target=done.wait) for _ in range(4)]
+for thread in threads:
+    thread.start()
+reserved = memory.reserved()
+done.set()
+assert 4 * 2**20 <= reserved < 6 * 2**20, reserved
+"""
+
+
+def test_the_stack_of_a_thread_takes_little_of_the_budget() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_limit_of_the_system_below_the_budget_is_said() -> None:
     code = (
         "import resource, torch\n"
