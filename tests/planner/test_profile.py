@@ -77,7 +77,7 @@ def test_gradients_are_no_activations_once_they_are_there() -> None:
 def test_the_curve_of_a_real_pass_is_that_of_a_pass_without_memory() -> None:
     subject = Subject(workload, device="cpu")
     made, batch = model(), torch.ones(100, WIDE)
-    ledger = Ledger(glibc=True)
+    ledger = Ledger(cpu=True)
     for value in [*made.parameters(), batch]:
         ledger.leave_out(value)
     with ledger:
