@@ -7,6 +7,7 @@ import errno
 import gc
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -229,8 +230,10 @@ def refused_bytes(error: BaseException, reserved: int, budget: int | None) -> in
 
 def _refused(error: BaseException, left: int, reserved: int) -> int | None:
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError):
         return _asked(text)
+    if isinstance(error, MemoryError):
+        return None if _is_raised_by_a_statement(error) else _asked(text)
     if isinstance(error, OSError):
         return 0 if error.errno == errno.ENOMEM else None
     if not isinstance(error, RuntimeError):
@@ -241,6 +244,12 @@ def _refused(error: BaseException, left: int, reserved: int) -> int | None:
         return int(told[1]) if int(told[1]) + _PADDING > left else None
     # A library may ask for as much at once as all that was there before.
     return 0 if _NEAR.search(text) and left <= reserved else None
+
+
+def _is_raised_by_a_statement(error: BaseException) -> bool:
+    """Return whether a program's own ``raise`` made this error, and not an allocation that failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].line or "").startswith("raise")
 
 
 def _asked(text: str) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardkit import _registry
+from shardkit._options import typed_options
 from shardkit._prepare import resolve
 from shardkit._sizes import format_bytes, parse_bytes
 from shardkit._strategy import Strategy
@@ -110,6 +112,7 @@ def find_max_batch(
         TrialError: a rank failed, died or hung, and not for want of memory; says whether with every batch.
     """
     strategy, budget = resolve(strategy), parse_bytes(memory)
+    typed_options(_registry.describe(strategy.backend), strategy.options)
     if not isinstance(workload, Trials):
         with Trials(workload, processes=processes, device=device, steps=steps, timeout=timeout) as trials:
             return find_max_batch(
@@ -128,7 +131,15 @@ def find_max_batch(
     _budget.check_supported(trials.device)
     sizes = _sizes(max_batch, global_batch, accumulate, trials.processes)
     if plan:
-        planned = Planned(trials.workload, strategy, memory=budget, processes=trials.processes, device=trials.device)
+        planned = Planned(
+            trials.workload,
+            strategy,
+            memory=budget,
+            processes=trials.processes,
+            device=trials.device,
+            timeout=min(trials.timeout, PLAN_SECONDS),
+            listener=listener,
+        )
         estimate, alternatives = estimate or planned.estimate(), alternatives or planned.alternatives
     search = Search(sizes, budget, estimate)
     ran: list[Trial] = []
@@ -204,6 +215,9 @@ def measure(
     with Trials(workload, processes=processes, device=device, steps=steps, timeout=timeout) as trials:
         return trials.run(strategy, batch, accumulate=accumulate, budget=budget, listener=listener).check()
 
+
+PLAN_SECONDS = 120
+"""What a plan may take; a search that has none takes more trials, which take longer yet."""
 
 _LEAK = 64 * 1024
 """Bytes per step from which on growth is a leak.

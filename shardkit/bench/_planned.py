@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardkit._sizes import format_bytes
 from shardkit._strategy import Strategy
+from shardkit.bench._trials import Listener
 from shardkit.errors import ShardkitError
 from shardkit.planner._make import plan
 
@@ -29,20 +30,26 @@ class Planned:
         memory: int,
         processes: int,
         device: str,
+        timeout: float,
+        listener: Listener | None,
     ) -> None:
         self._workload = workload
         self._strategy = strategy
         self._memory = memory
         self._processes = processes
         self._device = device
+        self._timeout = timeout
+        self._listener = listener or Listener()
 
     def estimate(self) -> Callable[[int], float] | None:
         """Return the peak that the planner predicts, by batch; None where it can't."""
+        self._listener.plan("where to start")
         made = self._plan([self._strategy])
         return None if made is None or not made.rows[0].peak else made.rows[0].estimate
 
     def alternatives(self) -> str:
         """Return in words what would fit into the memory, and what this strategy needs."""
+        self._listener.plan("what would fit")
         made = self._plan([])
         if made is None:
             return "more memory or ranks, or a strategy that shards more, may do"
@@ -69,6 +76,7 @@ class Planned:
                 strategies=strategies,
                 precisions=[self._strategy.precision],
                 device=self._device,
+                timeout=self._timeout,
             )
         except ShardkitError:
             return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from shardkit._sizes import parse_bytes
 from shardkit.bench import _machine
 from shardkit.bench._arms import Arm, arms
-from shardkit.bench._largest import find_max_batch
+from shardkit.bench._largest import PLAN_SECONDS, find_max_batch
 from shardkit.bench._planned import Planned
 from shardkit.bench._results import Bench, Row, Spread
 from shardkit.bench._trials import Listener, Trial, Trials
@@ -241,6 +241,8 @@ def _find_batch(asked: _Asked, one: _Measured, estimate: Callable[[int], float] 
             memory=asked.budget,
             processes=trials.processes,
             device=trials.device,
+            timeout=min(trials.timeout, PLAN_SECONDS),
+            listener=None,
         )
         found = find_max_batch(
             trials,

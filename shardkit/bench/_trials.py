@@ -109,6 +109,9 @@ class Trial:
 class Listener:
     """What a caller hears while trials run; this one ignores it."""
 
+    def plan(self, what: str) -> None:
+        """The planner is asked, which takes seconds."""
+
     def begin(self, batch: int, accumulate: int) -> None:
         """A trial with a micro-batch of this size starts."""
 

@@ -116,6 +116,9 @@ def _progress() -> Iterator[Listener]:
     bar = steps_bar()
 
     class Printed(Listener):
+        def plan(self, what: str) -> None:
+            bar.console.print(f"planning {what}", markup=False, highlight=False)
+
         def begin(self, batch: int, accumulate: int) -> None:
             self._task = bar.add_task(f"batch {batch}", total=None)
 

@@ -74,7 +74,7 @@ def choose(
     """
     options = typed_options(_DECLARED, strategy.options)
     memory = _memory(device) if options.memory is None else parse_bytes(options.memory, "option 'memory' of 'auto'")
-    candidates = list(_candidates(strategy, device))
+    candidates = list(_candidates(strategy, device, world_size))
     task = Task(tuple(candidates), memory, world_size, options.batch_size, device.type)
     if options.workload is not None:
         before = get_random_state(device)
@@ -101,10 +101,15 @@ def choose(
     return next(other for other in candidates if str(other) == best.strategy)
 
 
-def _candidates(strategy: Strategy, device: torch.device) -> Iterator[Strategy]:
-    """Yield every variant of every backend that is installed and can train so here."""
+def _candidates(strategy: Strategy, device: torch.device, world_size: int) -> Iterator[Strategy]:
+    """Yield every variant of every backend that is installed and can train so here.
+
+    One process has nobody to share with: what only shards is left out.
+    """
     for backend in _registry.backends().values():
         for variant in backend.variants:
+            if world_size == 1 and variant.shards and not variant.offloads:
+                continue
             parsed = Strategy.parse(variant.strategy)
             asked = dataclasses.replace(strategy, backend=parsed.backend, options=parsed.options)
             try:

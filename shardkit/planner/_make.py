@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
+from shardkit._options import typed_options
 from shardkit._sizes import parse_bytes
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, ShardkitError, StrategyError
@@ -91,6 +92,8 @@ def _device(device: str) -> str:
 
 def _strategies(asked: Sequence[str | Strategy], precisions: Sequence[str], accumulate: int) -> list[Strategy]:
     """Return each strategy in each precision; one that sets a precision itself in that one."""
+    if isinstance(asked, str):
+        asked = [asked]
     texts = [text for text in asked if isinstance(text, str)]
     named = [text for text in asked if not isinstance(text, str)]
     named += [Strategy.parse(text) for text in split_strategies(texts)]
@@ -100,6 +103,9 @@ def _strategies(asked: Sequence[str | Strategy], precisions: Sequence[str], accu
             for backend in _registry.backends().values()
             for variant in backend.variants
         ]
+    for strategy in named if asked else ():
+        # A wrong name is no row of a table.
+        typed_options(_registry.describe(strategy.backend), {**strategy.options})
     found = []
     for strategy in named:
         own = (strategy.precision,) if strategy.precision != "fp32" else precisions

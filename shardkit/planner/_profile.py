@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardkit._footprint import ParameterSize
@@ -96,8 +102,13 @@ class Subject:
                 f"the model was built with memory, once: on tensors without it, its function raises "
                 f"{type(error).__name__}: {_first_line(error)}"
             )
-        made = make()
-        self._draw(made)
+        try:
+            made = make()
+            self._draw(made)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(_told("the workload", error)) from error
         places = {id(value): value for value in made.model.parameters()}
         with self._fake:
             made.model._apply(self._without_memory)
@@ -110,7 +121,8 @@ class Subject:
         """Draw the first batch, and keep count of what it leaves behind, such as the text that all are taken from."""
         with Ledger() as ledger:
             batches = made.batches(1)
-            next(batches)
+            if next(batches, None) is None:
+                raise InputError("batches of the workload ends after 0 batches: it is endless")
             del batches
         self._kept = ledger.now
 
@@ -133,10 +145,10 @@ class Subject:
         ledger = Ledger()
         with ledger:
             batches = self._workload.batches(batch)
-            drawn = next(batches)
+            drawn = self._next(batches, batch, 0)
             held = self._kept + ledger.now
             ledger.forget_high()
-            drawn_again = next(batches)
+            drawn_again = self._next(batches, batch, 1)
             data = self._kept + ledger.high
         sizes = {len(value) for value in tensors(drawn) if value.dim()}
         if sizes and batch not in sizes:
@@ -151,13 +163,26 @@ class Subject:
             )
         except InputError:
             raise
-        except Exception as error:
+        except _ASKING as error:
             raise InputError(
-                f"the workload can't be planned without real numbers: a micro-batch of {batch} raises "
-                f"{type(error).__name__}: {_first_line(error)}. shardkit.find_max_batch measures it instead"
+                f"the workload can't be planned without real numbers: a micro-batch of {batch} asks a tensor for its "
+                f"value, as .item(), float() or if do ({_where(error)}). shardkit max-batch, or "
+                "shardkit.find_max_batch, measures it instead"
             ) from error
+        except Exception as error:
+            raise InputError(_told(f"a micro-batch of {batch} of the workload", error)) from error
         # Elsewhere than on the CPU batches are made in host memory.
         return Profile(batch, tuple(events), data if self._device == "cpu" else storages(drawn), kept)
+
+    def _next(self, batches: Iterator[Any], size: int, count: int) -> Any:
+        try:
+            return next(batches)
+        except StopIteration:
+            raise InputError(
+                f"batches({size}) of the workload ends after {count} batch{'es' * (count != 1)}: it is endless"
+            ) from None
+        except Exception as error:
+            raise InputError(_told(f"batches({size}) of the workload", error)) from error
 
     def _pass(self, batch: Any, held: int, precision: str, weights: str | None) -> tuple[list[Event], int]:
         model = self._model
@@ -235,7 +260,22 @@ def owners(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     return {part: told for part, told in own.items() if told}
 
 
-def _first_line(error: Exception) -> str:
+def _told(what: str, error: BaseException) -> str:
+    return f"{what} raises {type(error).__name__}: {_first_line(error)} ({_where(error)})"
+
+
+def _where(error: BaseException) -> str:
+    """Return the last line of the user's own that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "shardkit/" not in frame.filename]
+    last = (own or list(frames))[-1]
+    return f"{last.filename}, line {last.lineno}"
+
+
+_ASKING = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or "without a word").splitlines()[0][:200]
 
 

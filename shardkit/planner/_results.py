@@ -62,11 +62,12 @@ class Plan:
     def fastest(self) -> Row | None:
         """The row that fits and trains fastest, as its backend's author measured; None where none fits.
 
-        Of equals it is the one that holds least. One whose speed isn't known comes after all others.
+        Of equals it is the one with the largest batch, or that holds least where there is no limit. One whose speed
+        isn't known comes after all others.
         """
         batch = self.settings.get("batch_size") or 1
         fitting = [row for row in self.rows if row.status == "fits" and (row.largest is None or row.largest >= batch)]
-        return max(fitting, key=lambda row: (row.speed or 0.0, -row.peak), default=None)
+        return max(fitting, key=lambda row: (row.speed or 0.0, row.largest or 0, -row.peak), default=None)
 
     @property
     def exit_code(self) -> int:

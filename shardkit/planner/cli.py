@@ -66,6 +66,11 @@ def plan(
     from shardkit.planner._make import plan as make
     from shardkit.tools.compare import split_strategies
 
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"can't write into {str(output)!r}: {error.strerror}") from error
     kinds = [kind.strip() for kind in precisions.split(",") if kind.strip()]
     with ended_by_sigterm():
         found = make(workload, memory=memory, strategies=split_strategies(strategies), precisions=kinds, **settings)

@@ -195,3 +195,12 @@ def test_a_trial_raises_what_went_wrong_unless_it_fits_or_lacks_memory() -> None
     with pytest.raises(TrialError, match="batch 2: rank 1 was ended by SIGSEGV") as caught:
         Trial(2, 1, None, "died", note=note, rank=1, details="where").check()
     assert (caught.value.batch, caught.value.rank, caught.value.traceback) == (2, 1, "where")
+
+
+def test_an_allocation_of_python_that_fails_counts_and_a_statement_that_claims_it_does_not() -> None:
+    with pytest.raises(MemoryError) as real:
+        bytearray(2**60)
+    assert refused_bytes(real.value, 0, BUDGET) == 0
+    with pytest.raises(MemoryError) as claimed:
+        raise MemoryError("none left")
+    assert refused_bytes(claimed.value, 0, BUDGET) is None

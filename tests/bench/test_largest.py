@@ -181,7 +181,7 @@ def test_what_ends_for_another_reason_does_not_count_as_out_of_memory(
 
 
 def test_a_hang_ends_when_no_step_does_and_shows_where(trials: Sharing) -> None:
-    with pytest.raises(TrialError, match=r"batch 4: rank .*ended no step within 3 s") as caught:
+    with pytest.raises(TrialError, match=r"batch \d+: rank .*ended no step within 3 s") as caught:
         find_max_batch(trials(planted.sleeping, timeout=3), "ddp", memory="48MiB")
     trials.trials.timeout = 60
     assert "sleep_long" in str(caught.value)

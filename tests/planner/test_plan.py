@@ -209,7 +209,8 @@ def test_a_model_that_asks_for_a_number_says_that_it_must_be_measured() -> None:
 
     found = rows(asking, Task((Strategy("ddp"),), None, 2, None, "cpu"))
     assert isinstance(found, InputError)
-    assert "find_max_batch measures it" in str(found)
+    assert "asks a tensor for its value" in str(found)
+    assert "test_plan.py, line" in str(found)
 
 
 def test_a_workload_whose_making_needs_numbers_is_made_once_for_real_and_says_so() -> None:
@@ -247,3 +248,39 @@ def test_planning_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     shardkit.plan("mlp", strategies=["ddp"], precisions=["fp32"])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_broken_loss_is_told_as_what_it_is_with_its_place() -> None:
+    def broken() -> Workload:
+        made = workload()
+
+        def loss(net: nn.Module, batch: Tensor) -> Tensor:
+            raise ValueError("boom")
+
+        return dataclasses.replace(made, loss=loss)
+
+    found = rows(broken, Task((Strategy("ddp"),), None, 2, None, "cpu"))
+    assert isinstance(found, InputError)
+    assert "raises ValueError: boom" in str(found)
+    assert "test_plan.py, line" in str(found)
+
+
+def test_batches_that_end_are_refused() -> None:
+    def ending() -> Workload:
+        return dataclasses.replace(workload(), batches=lambda size: iter([torch.ones(size, SIZE)]))
+
+    found = rows(ending, Task((Strategy("ddp"),), None, 2, None, "cpu"))
+    assert isinstance(found, InputError)
+    assert "ends after 1 batch: it is endless" in str(found)
+
+
+@pytest.mark.parametrize("text", ["nope", "ddp:foo=3"])
+def test_a_wrong_strategy_is_a_wrong_question(text: str) -> None:
+    done = CliRunner().invoke(main, ["plan", "mlp", "--memory", "1GiB", "--strategies", text])
+    assert done.exit_code == 2
+    assert "Error: " in done.stderr
+
+
+def test_of_equally_fast_strategies_the_larger_batch_is_taken() -> None:
+    found = [row_of("one", speed=1.0, largest=3, peak=4), row_of("other", speed=1.0, largest=5, peak=5)]
+    assert Plan({"memory": 5, "batch_size": None}, {}, 0, found).fastest is found[1]
