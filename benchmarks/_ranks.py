@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from _workloads import WORKLOADS
 
 from shardkit.bench import _budget
 from shardkit.bench._search import Search
+from shardkit.errors import LaunchError
 from shardkit.testing import preload, run
 
 # By the server that forks ranks, so that an import counts for no arm and takes no time.
@@ -24,6 +27,9 @@ STEPS = 3
 
 MOST = 2**12
 """The largest batch that is looked for."""
+
+_LOST = re.compile(r"Connection (?:closed|reset)|Broken pipe")
+"""What is in the error of a rank that lost another."""
 
 Peak = tuple[int, float]
 """The most bytes that a rank held above what it held before its model, and the seconds of the trial."""
@@ -38,18 +44,39 @@ def measure_peaks(arms: tuple[Arm, ...], workload: str, batch: int, *, repeats: 
     return peaks
 
 
-def largest_batch(arm: Arm, workload: str, budget: int) -> tuple[int, int]:
-    """Return the largest batch with which the arm trains within a budget, 0 if none, and the trials that it took."""
-    search = Search(range(1, MOST), budget)
+def largest_batch(
+    arm: Arm, workload: str, budget: int, *, estimate: Callable[[int], float] | None = None, first: int | None = None
+) -> tuple[int, int]:
+    """Return the largest batch with which the arm trains within a budget, 0 if none, and the trials that it took.
+
+    It was tried, and so was one more, which failed. ``estimate``, about how many bytes a batch takes, and ``first``,
+    the batch to try first, save trials and change no answer.
+    """
+    search = Search(range(1, MOST), budget, estimate)
     trials = 0
-    while (batch := search.next()) is not None:
+    batch = first or search.next()
+    while batch is not None:
         trials += 1
-        peaks = run(_within, arm, workload, batch, budget, processes=2, timeout=600)
-        if all(peak is not None for peak in peaks):
-            search.fitted(batch, max(peak for peak in peaks if peak is not None))
-        else:
+        reserved = _reserved(arm, workload, batch, budget)
+        if reserved is None:
             search.failed(batch)
+        else:
+            search.fitted(batch, reserved)
+        batch = search.next()
     return search.largest or 0, trials
+
+
+def _reserved(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
+    """Return the most that a rank reserved, None if memory was short."""
+    try:
+        told = run(_within, arm, workload, batch, budget, processes=2, timeout=600)
+    except LaunchError as error:
+        # Some libraries don't look whether they got what they asked for, or can't say so.
+        if re.search(r"ended by SIG(?:ABRT|SEGV|BUS)|bad_alloc", str(error)):
+            return None
+        raise
+    fitting = [reserved for reserved in told if reserved is not None]
+    return max(fitting) if len(fitting) == len(told) else None
 
 
 def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
@@ -73,12 +100,11 @@ def _trial(arm: Arm, workload: str, batch: int) -> Peak:
 
 def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
     """Return the most that this rank reserved, or None if memory was short here or there."""
-    fix_allocator()
+    _budget.fix_allocator()
     dist.init_process_group("gloo")
     _warm_up()
     memory = _budget.memory(torch.device("cpu"))
     memory.limit(budget)
-    short = False
     try:
         made = WORKLOADS[workload]()
         step = built(arm, made, Window())
@@ -87,13 +113,12 @@ def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
             step(next(batches))
     except Exception as error:
         memory.lift()
-        short = _budget.refused_bytes(error, memory.reserved(), budget) is not None
         # The other rank waits in a collective of which this one is no part: it ends when this one does.
-        if not short and "Connection closed by peer" not in str(error):
+        if _budget.refused_bytes(error, memory.reserved(), budget) is None and not _LOST.search(str(error)):
             raise
-        short = True
+        return None
     memory.lift()
-    return None if short else memory.reserved()
+    return memory.reserved()
 
 
 def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:
