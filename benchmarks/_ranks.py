@@ -102,7 +102,7 @@ def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
     """Return the most that this rank reserved, or None if memory was short here or there."""
     _budget.fix_allocator()
     dist.init_process_group("gloo")
-    _warm_up()
+    _warm_up(arm)
     memory = _budget.memory(torch.device("cpu"))
     memory.limit(budget)
     try:
@@ -127,12 +127,14 @@ def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int
     return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier)
 
 
-def _warm_up() -> None:
-    """Load what every arm loads once, such as the code of the kernels, so that it counts for none."""
+def _warm_up(arm: Arm | None = None) -> None:
+    """Load what every arm loads once, such as the code of the kernels, or what this arm does, so that it counts not."""
     made = WORKLOADS["t5-tiny"]()
     batch = next(made.batches(1))
+    if arm is not None:
+        step = built(arm, made, Window())
     for _ in range(2):
-        made.loss(made.model, batch).backward()
-        made.optimizer.step()
-        made.optimizer.zero_grad()
-    dist.barrier()
+        if arm is None:
+            made.loss(made.model, batch).backward()
+        else:
+            step(batch)

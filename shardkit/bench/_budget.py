@@ -21,6 +21,10 @@ _THRESHOLD = 128 * 1024
 _PADDING = 128 * 1024 + 2 * 4096
 """What glibc asks the kernel for on top of a block: its heap grows by so much more (M_TOP_PAD), in whole pages."""
 
+_STACK = 2**20
+"""Bytes of a thread's stack. The system's 8 MiB are reserved and hardly touched, and gloo starts three threads a
+group."""
+
 _ALLOCATOR = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
 """The text of torch's allocator on the CPU (c10/core/impl/alloc_cpu.cpp)."""
 
@@ -33,15 +37,23 @@ _NEAR = re.compile(
 
 
 def fix_allocator() -> None:
-    """Have glibc give freed blocks of 128 KiB and more back to the kernel at once, and use one arena.
+    """Have glibc give freed blocks of 128 KiB and more back to the kernel at once, use one arena, and small stacks.
 
     Left to itself it raises the threshold as a program runs, so that what fits would depend on how its heap came to be
-    fragmented, which differs from run to run. Elsewhere than with glibc it does nothing.
+    fragmented, which differs from run to run; and a limit counts the whole stack of each thread that starts from now
+    on. Elsewhere than with glibc it does nothing.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and sys.platform == "linux":
         libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
         libc.mallopt(_M_ARENA_MAX, 1)
+    if hasattr(libc, "pthread_setattr_default_np"):
+        # More than a pthread_attr_t takes on any processor.
+        attributes = ctypes.create_string_buffer(256)
+        libc.pthread_getattr_default_np(attributes)
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(_STACK))
+        libc.pthread_setattr_default_np(attributes)
+        libc.pthread_attr_destroy(attributes)
 
 
 def check_supported(kind: str) -> None:

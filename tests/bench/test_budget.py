@@ -142,6 +142,22 @@ def test_beyond_the_budget_the_kernel_refuses_until_the_limit_is_lifted() -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_threads_that_start_take_little_of_a_budget() -> None:
+    """A group of gloo's is three threads, of each of which the system would reserve 8 MiB that nobody touches."""
+    code = (
+        "import tempfile, torch, torch.distributed as dist\n"
+        "from shardkit.bench import _budget\n"
+        "_budget.fix_allocator()\n"
+        "torch.set_num_threads(1)\n"
+        "memory = _budget.memory(torch.device('cpu'))\n"
+        "file = tempfile.NamedTemporaryFile()\n"
+        "dist.init_process_group('gloo', init_method=f'file://{file.name}', rank=0, world_size=1)\n"
+        "assert memory.reserved() < 8 * 2**20, memory.reserved()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_limit_of_the_system_below_the_budget_is_said() -> None:
     code = (
         "import resource, torch\n"
