@@ -217,6 +217,7 @@ def session(strategy: str) -> Builder:
             prepared.backward(loss(model, batch))
             prepared.step()
 
+        step.close = prepared.close  # type: ignore[attr-defined]
         return step
 
     return build

@@ -138,3 +138,6 @@ def _warm_up(arm: Arm | None = None) -> None:
             made.loss(made.model, batch).backward()
         else:
             step(batch)
+    if arm is not None:
+        # As in a program: one session at a time. The stacks of its threads go to those of the next.
+        getattr(step, "close", bool)()
