@@ -23,11 +23,10 @@ _known: dict[str, tuple[int, int]] = {}
 
 
 @cache
-def _planned() -> dict[str, Row]:
-    """Return what the planner says of each strategy: where a search starts, which saves trials and decides nothing."""
+def _planned(strategy: str) -> Row:
+    """Return what the planner says of a strategy: where a search starts, which saves trials and decides nothing."""
     make = WORKLOADS[WORKLOAD]
-    planned = shardkit.plan(make, memory=BUDGET, strategies=STRATEGIES, precisions=["fp32"], device="cpu")
-    return {row.strategy: row for row in planned.rows}
+    return shardkit.plan(make, memory=BUDGET, strategies=[strategy], precisions=["fp32"], device="cpu").rows[0]
 
 
 def _raw_ddp() -> int:
@@ -41,7 +40,7 @@ def _largest(arm: Arm, strategy: str, *, beside: str | None = None) -> int:
     """
     key = f"{strategy}, {arm.name}"
     if key not in _known:
-        row = _planned()[strategy]
+        row = _planned(strategy)
         first = _known[f"{strategy}, {beside}"][0] if beside is not None else row.largest
         estimate = row.estimate if row.points else None
         _known[key] = largest_batch(arm, WORKLOAD, BUDGET, estimate=estimate, first=first or None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from _loops import BEST, PEERS, Arm, ddp, session
 from _measure import STRATEGIES, Quartiles, needs_peers, ratios, replayed, report, tell
@@ -28,13 +30,22 @@ def test_throughput_of_session(benchmark, strategy, workload):
 @pytest.mark.parametrize("workload", SIZES)
 @pytest.mark.parametrize("peer", PEERS)
 def test_throughput_of_peer(benchmark, peer, workload):
-    """How fast the peers train on DDP, over the same two."""
-    _compare(benchmark, workload, Arm("raw", BEST["ddp"]), Arm(peer, PEERS[peer]), strategy=f"ddp under {peer}")
+    """How fast the peers train on DDP, over the same two and beside a session."""
+    ours = Arm("shardkit", session("ddp"))
+    arm = Arm(peer, PEERS[peer])
+    seconds = _compare(benchmark, workload, Arm("raw", BEST["ddp"]), arm, ours, strategy=f"ddp under {peer}")
+    over_peer = ratios(seconds[peer], seconds["shardkit"])
+    benchmark.extra_info["speed_of_shardkit_over_peer"] = dataclasses.asdict(over_peer)
+    tell(
+        f"speed of ddp over that under a peer: {workload}, {RANKS} ranks",
+        peer=peer,
+        shardkit_over_peer=over_peer.text(),
+    )
 
 
-def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *, strategy: str) -> None:
+def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *others: Arm, strategy: str) -> dict[str, list[float]]:
     batch, blocks, length = SIZES[workload]
-    arms = [Arm("raw DDP", ddp()), Arm("raw DDP again", ddp()), raw, arm]
+    arms = [Arm("raw DDP", ddp()), Arm("raw DDP again", ddp()), raw, arm, *others]
     seconds = measure_blocks(arms, workload, batch, blocks=blocks, length=length)
     # Samples per second are one over seconds per step: the ratio of speeds is that of seconds, turned over.
     over_ddp = ratios(seconds["raw DDP"], seconds[arm.name])
@@ -58,3 +69,4 @@ def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *, strategy: str) -> 
         raw_over_raw_DDP=ratios(seconds["raw DDP"], seconds["raw"]).text(),
         noise=noise.text(),
     )
+    return seconds
