@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,21 @@ def _reserved(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
         if re.search(r"ended by SIG(?:ABRT|SEGV|BUS)|bad_alloc", str(error)):
             return None
         raise
-    fitting = [reserved for reserved in told if reserved is not None]
-    return max(fitting) if len(fitting) == len(told) else None
+    if "short" in told:
+        return None
+    if "lost" in told:
+        raise RuntimeError(f"batch {batch} of {arm.name}: a rank lost the other, and memory was short on neither")
+    return max(reserved for reserved in told if isinstance(reserved, int))
 
 
-def measure_blocks(arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int) -> dict[str, list[float]]:
-    """Return seconds per step of each arm in each round, on two ranks that start and end each block together."""
-    return run(_blocks, arms, workload, batch, blocks, length, processes=2, timeout=1800)[0]
+def measure_blocks(
+    arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int, processor: bool = False
+) -> dict[str, list[float]]:
+    """Return seconds per step of each arm in each round, on two ranks that start and end each block together.
+
+    Those of the clock on the wall, or of the processor, all threads of rank 0 together.
+    """
+    return run(_blocks, arms, workload, batch, blocks, length, processor, processes=2, timeout=1800)[0]
 
 
 def _trial(arm: Arm, workload: str, batch: int) -> Peak:
@@ -98,8 +107,8 @@ def _trial(arm: Arm, workload: str, batch: int) -> Peak:
     return peak() - base, time.perf_counter() - start
 
 
-def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
-    """Return the most that this rank reserved, or None if memory was short here or there."""
+def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | Literal["short", "lost"]:
+    """Return the most that this rank reserved, or that memory was short, or the other rank gone."""
     _budget.fix_allocator()
     dist.init_process_group("gloo")
     _warm_up(arm)
@@ -111,20 +120,27 @@ def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
         batches = made.batches(batch)
         for _ in range(STEPS):
             step(next(batches))
+        memory.lift()
+        # A rank that ends may take from the other what it has yet to receive.
+        dist.barrier()
     except Exception as error:
         memory.lift()
+        if _budget.refused_bytes(error, memory.reserved(), budget) is not None:
+            return "short"
         # The other rank waits in a collective of which this one is no part: it ends when this one does.
-        if _budget.refused_bytes(error, memory.reserved(), budget) is None and not _LOST.search(str(error)):
-            raise
-        return None
-    memory.lift()
+        if _LOST.search(str(error)):
+            return "lost"
+        raise
     return memory.reserved()
 
 
-def _blocks(arms: list[Arm], workload: str, batch: int, blocks: int, length: int) -> dict[str, list[float]]:
+def _blocks(
+    arms: list[Arm], workload: str, batch: int, blocks: int, length: int, processor: bool
+) -> dict[str, list[float]]:
     dist.init_process_group("gloo")
     steps, before = ready(arms, WORKLOADS[workload], Window(), batch)
-    return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier)
+    clock = time.process_time if processor else time.perf_counter
+    return interleave(steps, blocks=blocks, length=length, before=before, barrier=dist.barrier, clock=clock)
 
 
 def _warm_up(arm: Arm | None = None) -> None:

@@ -21,7 +21,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_speed_with_bound(benchmark, blocks, bound):
+def test_speed_with_bound(benchmark, blocks, processor, bound):
     """How fast a session trains with the bound as it is, over itself without one, and over the raw library."""
     strategy, module, name = BOUNDS[bound]
     arms = [
@@ -31,7 +31,7 @@ def test_speed_with_bound(benchmark, blocks, bound):
         Arm("with", session(strategy)),
         Arm("with, again", session(strategy)),
     ]
-    seconds = measure_blocks(arms, WORKLOAD, BATCH, blocks=blocks, length=1)
+    seconds = measure_blocks(arms, WORKLOAD, BATCH, blocks=blocks, length=1, processor=processor)
     figures = {
         "speed_over_without": ratios(seconds["without"], seconds["with"]),
         "speed_over_raw": ratios(seconds["raw"], seconds["with"]),
