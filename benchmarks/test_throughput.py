@@ -72,7 +72,7 @@ def _compare(
         speed_of_raw_ddp_over_itself=noise,
     )
     tell(
-        f"samples per second: {workload}, {RANKS} ranks, batch {batch} each",
+        f"samples per second{' of the processor' if processor else ''}: {workload}, {RANKS} ranks, batch {batch} each",
         strategy=strategy,
         samples_per_second=speed.text(".1f"),
         over_raw=over_raw.text(),
