@@ -6,12 +6,14 @@ Each builder takes a workload and what a window is, and returns one micro-step a
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -214,6 +216,24 @@ def session(strategy: str) -> Builder:
         def step(batch: Any) -> None:
             prepared.backward(loss(model, batch))
             prepared.step()
+
+        step.close = prepared.close  # type: ignore[attr-defined]
+        return step
+
+    return build
+
+
+def session_where(module: str, name: str, value: int, strategy: str) -> Builder:
+    """Return the builder of the loop under shardkit with another value of this constant of a module."""
+
+    def build(workload: Workload, window: Window) -> Loop:
+        place = importlib.import_module(module)
+        with mock.patch.object(place, name, value):
+            inner = session(strategy)(workload, window)
+
+        def step(batch: Any) -> None:
+            with mock.patch.object(place, name, value):
+                inner(batch)
 
         return step
 

@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardkit")
     group.addoption("--tables", metavar="FILE", help="write the tables to a Markdown file")
     group.addoption("--repeats", type=int, default=3, help="how often a peak of memory is measured (default: 3)")
+    group.addoption("--blocks", type=int, default=9, help="rounds in which speed with a bound is measured (default: 9)")
+    group.addoption("--processor", action="store_true", help="speed by seconds of the processor, not of the wall")
     group.addoption("--layers", type=int, default=26, help="layers of the model whose checkpoints are measured")
     group.addoption("--folder", metavar="DIR", help="where checkpoints are measured (default: the system's for files)")
 
@@ -40,6 +42,18 @@ _load_at_start = pytest.StashKey[str]()
 def repeats(request: pytest.FixtureRequest) -> int:
     """How often a peak of memory is measured."""
     return int(request.config.getoption("--repeats"))
+
+
+@pytest.fixture(scope="session")
+def blocks(request: pytest.FixtureRequest) -> int:
+    """In how many rounds the speed with a bound on memory is measured."""
+    return int(request.config.getoption("--blocks"))
+
+
+@pytest.fixture(scope="session")
+def processor(request: pytest.FixtureRequest) -> bool:
+    """Whether speed is measured in seconds of the processor, on a machine that others use."""
+    return bool(request.config.getoption("--processor"))
 
 
 @pytest.fixture(scope="session")

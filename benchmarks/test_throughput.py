@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from _loops import BEST, PEERS, Arm, ddp, session
 from _measure import STRATEGIES, Quartiles, needs_peers, ratios, replayed, report, tell
@@ -17,25 +19,45 @@ SIZES = {"t5-tiny": (4, 30, 5), "t5-small": (4, 7, 1)}
 
 @pytest.mark.parametrize("workload", SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_throughput_of_session(benchmark, strategy, workload):
+def test_throughput_of_session(benchmark, processor, strategy, workload):
     """How fast a session trains, over raw DDP at its defaults and over the raw backend at its best settings."""
     if strategy not in BEST:
         pytest.fail(f"no loop by hand is written for strategy {strategy!r}: add it to _loops.BEST")
-    _compare(benchmark, workload, Arm("raw", BEST[strategy]), Arm("shardkit", session(strategy)), strategy=strategy)
+    _compare(
+        benchmark,
+        workload,
+        Arm("raw", BEST[strategy]),
+        Arm("shardkit", session(strategy)),
+        processor=processor,
+        strategy=strategy,
+    )
 
 
 @needs_peers
 @pytest.mark.parametrize("workload", SIZES)
 @pytest.mark.parametrize("peer", PEERS)
-def test_throughput_of_peer(benchmark, peer, workload):
-    """How fast the peers train on DDP, over the same two."""
-    _compare(benchmark, workload, Arm("raw", BEST["ddp"]), Arm(peer, PEERS[peer]), strategy=f"ddp under {peer}")
+def test_throughput_of_peer(benchmark, processor, peer, workload):
+    """How fast the peers train on DDP, over the same two and beside a session."""
+    ours = Arm("shardkit", session("ddp"))
+    arm = Arm(peer, PEERS[peer])
+    seconds = _compare(
+        benchmark, workload, Arm("raw", BEST["ddp"]), arm, ours, processor=processor, strategy=f"ddp under {peer}"
+    )
+    over_peer = ratios(seconds[peer], seconds["shardkit"])
+    benchmark.extra_info["speed_of_shardkit_over_peer"] = dataclasses.asdict(over_peer)
+    tell(
+        f"speed of ddp over that under a peer: {workload}, {RANKS} ranks",
+        peer=peer,
+        shardkit_over_peer=over_peer.text(),
+    )
 
 
-def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *, strategy: str) -> None:
+def _compare(
+    benchmark, workload: str, raw: Arm, arm: Arm, *others: Arm, processor: bool, strategy: str
+) -> dict[str, list[float]]:
     batch, blocks, length = SIZES[workload]
-    arms = [Arm("raw DDP", ddp()), Arm("raw DDP again", ddp()), raw, arm]
-    seconds = measure_blocks(arms, workload, batch, blocks=blocks, length=length)
+    arms = [Arm("raw DDP", ddp()), Arm("raw DDP again", ddp()), raw, arm, *others]
+    seconds = measure_blocks(arms, workload, batch, blocks=blocks, length=length, processor=processor)
     # Samples per second are one over seconds per step: the ratio of speeds is that of seconds, turned over.
     over_ddp = ratios(seconds["raw DDP"], seconds[arm.name])
     over_raw = ratios(seconds["raw"], seconds[arm.name])
@@ -50,7 +72,7 @@ def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *, strategy: str) -> 
         speed_of_raw_ddp_over_itself=noise,
     )
     tell(
-        f"samples per second: {workload}, {RANKS} ranks, batch {batch} each",
+        f"samples per second{' of the processor' if processor else ''}: {workload}, {RANKS} ranks, batch {batch} each",
         strategy=strategy,
         samples_per_second=speed.text(".1f"),
         over_raw=over_raw.text(),
@@ -58,3 +80,4 @@ def _compare(benchmark, workload: str, raw: Arm, arm: Arm, *, strategy: str) -> 
         raw_over_raw_DDP=ratios(seconds["raw DDP"], seconds["raw"]).text(),
         noise=noise.text(),
     )
+    return seconds

@@ -26,6 +26,10 @@ _ATTRIBUTES = 256
 _PADDING = 128 * 1024 + 2 * 4096
 """What glibc asks the kernel for on top of a block: its heap grows by so much more (M_TOP_PAD), in whole pages."""
 
+_STACK = 2**20
+"""Bytes of a thread's stack. The system's 8 MiB are reserved and hardly touched, and gloo starts three threads a
+group."""
+
 _ALLOCATOR = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes")
 """The text of torch's allocator on the CPU (c10/core/impl/alloc_cpu.cpp)."""
 
@@ -38,7 +42,7 @@ _NEAR = re.compile(
 
 
 def fix_allocator() -> None:
-    """Have glibc give freed blocks of 128 KiB and more back to the kernel at once, and use one arena.
+    """Have glibc give freed blocks of 128 KiB and more back to the kernel at once, use one arena, and small stacks.
 
     Left to itself it raises the threshold as a program runs, so that what fits would depend on how its heap came to be
     fragmented, which differs from run to run. A thread that is started from now on has a stack of 1 MiB: of 8 MiB, the
