@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -344,14 +344,18 @@ def built(arm: Arm, workload: Workload, window: Window) -> Loop:
 
 
 def ready(
-    arms: list[Arm], workload: Callable[[], Workload], window: Window, batch: int
+    arms: list[Arm], workload: Callable[[], Workload], window: Window, batch: int | Mapping[str, int]
 ) -> tuple[dict[str, Callable[[], None]], Callable[[str], None]]:
-    """Return each arm's micro-step on a workload of its own, and what to call with an arm's name before it runs."""
+    """Return each arm's micro-step on a workload of its own, and what to call with an arm's name before it runs.
+
+    ``batch`` is that of all arms, or of each by its name.
+    """
     steps: dict[str, Callable[[], None]] = {}
     linears = {}
     for arm in arms:
         made = workload()
-        steps[arm.name] = partial(built(arm, made, window), next(made.batches(batch)))
+        size = batch if isinstance(batch, int) else batch[arm.name]
+        steps[arm.name] = partial(built(arm, made, window), next(made.batches(size)))
         linears[arm.name] = torch.nn.functional.linear
 
     def before(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -84,7 +84,13 @@ def _reserved(arm: Arm, workload: str, batch: int, budget: int) -> int | None:
 
 
 def measure_blocks(
-    arms: list[Arm], workload: str, batch: int, *, blocks: int, length: int, processor: bool = False
+    arms: list[Arm],
+    workload: str,
+    batch: int | Mapping[str, int],
+    *,
+    blocks: int,
+    length: int,
+    processor: bool = False,
 ) -> dict[str, list[float]]:
     """Return seconds per step of each arm in each round, on two ranks that start and end each block together.
 
@@ -135,7 +141,7 @@ def _within(arm: Arm, workload: str, batch: int, budget: int) -> int | Literal["
 
 
 def _blocks(
-    arms: list[Arm], workload: str, batch: int, blocks: int, length: int, processor: bool
+    arms: list[Arm], workload: str, batch: int | Mapping[str, int], blocks: int, length: int, processor: bool
 ) -> dict[str, list[float]]:
     dist.init_process_group("gloo")
     steps, before = ready(arms, WORKLOADS[workload], Window(), batch)

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 from _loops import BEST, DEFAULT, PEERS, Arm, session
-from _measure import STRATEGIES, needs_peers, replayed, report, tell
-from _ranks import largest_batch
+from _measure import STRATEGIES, needs_peers, ratios, replayed, report, tell
+from _ranks import largest_batch, measure_blocks
 from _workloads import WORKLOADS
 
 import shardkit
@@ -88,3 +88,26 @@ def test_largest_batch_of_peer(benchmark, peer):
         shardkit=str(ours),
     )
     assert ours >= found
+
+
+@needs_peers
+def test_speed_of_ddp_within_the_budget(benchmark, request):
+    """Samples per second of the processor, each arm with the largest batch that fits it: what the budget buys."""
+    ours = _largest(Arm("shardkit", session("ddp")), "ddp")
+    arms = [Arm("raw at its defaults", DEFAULT["ddp"]), Arm("raw again", DEFAULT["ddp"])]
+    arms += [Arm(peer, PEERS[peer]) for peer in PEERS]
+    batches = {"shardkit": ours, "raw at its defaults": _raw_ddp(), "raw again": _raw_ddp()}
+    batches |= {peer: _largest(Arm(peer, PEERS[peer]), "ddp", beside="raw at its defaults") for peer in PEERS}
+    arms.append(Arm("shardkit", session("ddp")))
+    blocks = request.config.getoption("--blocks") or 9
+    seconds = measure_blocks(arms, WORKLOAD, batches, blocks=blocks, length=3, processor=True)
+    each = {name: [value / batches[name] for value in seconds[name]] for name in seconds}
+    for arm in arms:
+        over = ratios(each["raw at its defaults"], each[arm.name])
+        tell(
+            f"speed with the largest batch within {BUDGET // 2**20} MiB, by the processor: {WORKLOAD}, 2 ranks",
+            arm=arm.name,
+            batch=str(batches[arm.name]),
+            over_raw_DDP=over.text(),
+        )
+    report(benchmark, seconds["shardkit"], over_raw_ddp=ratios(each["raw at its defaults"], each["shardkit"]))
