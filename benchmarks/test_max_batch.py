@@ -29,8 +29,16 @@ def _planned(strategy: str) -> Row:
     return shardkit.plan(make, memory=BUDGET, strategies=[strategy], precisions=["fp32"], device="cpu").rows[0]
 
 
+RAW = "ddp:gradient_as_bucket_view=false"
+"""What is planned like DistributedDataParallel at its defaults.
+
+A search has to start near the answer: between batches whose small tensors lie in the heap and those whose tensors are
+mapped, one that is larger may take less, and 12 samples fit raw DDP, 13 don't, and 26 do.
+"""
+
+
 def _raw_ddp() -> int:
-    return _largest(Arm("raw at its defaults", DEFAULT["ddp"]), "ddp")
+    return _largest(Arm("raw at its defaults", DEFAULT["ddp"]), RAW)
 
 
 def _largest(arm: Arm, strategy: str, *, beside: str | None = None) -> int:
@@ -78,7 +86,7 @@ def test_largest_batch_of_peer(benchmark, peer):
     """The largest batch under a peer's wrapper of DistributedDataParallel, beside a session's and raw DDP's."""
     ours = _largest(Arm("shardkit", session("ddp")), "ddp")
     plain = _raw_ddp()
-    found = _largest(Arm(peer, PEERS[peer]), "ddp", beside="raw at its defaults")
+    found = _largest(Arm(peer, PEERS[peer]), RAW, beside="raw at its defaults")
     report(benchmark, [float(found)], raw_ddp=plain, peer=found, shardkit=ours)
     tell(
         f"largest batch of a rank within {BUDGET // 2**20} MiB: peers on DDP, {WORKLOAD}, 2 ranks",
@@ -93,21 +101,23 @@ def test_largest_batch_of_peer(benchmark, peer):
 @needs_peers
 def test_speed_of_ddp_within_the_budget(benchmark, request):
     """Samples per second of the processor, each arm with the largest batch that fits it: what the budget buys."""
+    _raw_ddp()
     ours = _largest(Arm("shardkit", session("ddp")), "ddp")
     arms = [Arm("raw at its defaults", DEFAULT["ddp"]), Arm("raw again", DEFAULT["ddp"])]
     arms += [Arm(peer, PEERS[peer]) for peer in PEERS]
     batches = {"shardkit": ours, "raw at its defaults": _raw_ddp(), "raw again": _raw_ddp()}
-    batches |= {peer: _largest(Arm(peer, PEERS[peer]), "ddp", beside="raw at its defaults") for peer in PEERS}
+    batches |= {peer: _largest(Arm(peer, PEERS[peer]), RAW, beside="raw at its defaults") for peer in PEERS}
     arms.append(Arm("shardkit", session("ddp")))
     blocks = request.config.getoption("--blocks") or 9
     seconds = measure_blocks(arms, WORKLOAD, batches, blocks=blocks, length=3, processor=True)
     each = {name: [value / batches[name] for value in seconds[name]] for name in seconds}
     for arm in arms:
-        over = ratios(each["raw at its defaults"], each[arm.name])
         tell(
             f"speed with the largest batch within {BUDGET // 2**20} MiB, by the processor: {WORKLOAD}, 2 ranks",
             arm=arm.name,
             batch=str(batches[arm.name]),
-            over_raw_DDP=over.text(),
+            over_raw_DDP=ratios(each["raw at its defaults"], each[arm.name]).text(),
         )
-    report(benchmark, seconds["shardkit"], over_raw_ddp=ratios(each["raw at its defaults"], each["shardkit"]))
+    over = {name: ratios(each["raw at its defaults"], each[name]) for name in each}
+    report(benchmark, seconds["shardkit"], **{f"{name}, over raw": found for name, found in over.items()})
+    assert over["shardkit"].median >= over["raw again"].low, "the budget buys less speed than raw DDP's"
