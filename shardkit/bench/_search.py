@@ -134,7 +134,7 @@ class Search:
         peak, size = self._peaks[last], self._sizes[last]
         taken = (peak - self._peaks[before]) / (size - self._sizes[before]) if before is not None else peak / size
         further = self._sizes[min(last + 1, len(self._sizes) - 1)] - size
-        return max(1, min(round(_NOISE / 32 / max(taken * further, 1.0)), self._low // 16))
+        return max(1, min(round(_NOISE / 256 / max(taken * further, 1.0)), self._low // 16))
 
     def _before(self, last: int) -> int | None:
         """Return the place of another size that fitted, far enough from the last one for a line through both."""

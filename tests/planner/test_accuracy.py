@@ -17,6 +17,8 @@ PEAK = 0.10
 BATCH = 0.10
 """The same of the largest batch; below ten it is one sample."""
 
+PAGE = 4096
+
 BUDGETS = {
     "t5-tiny": "256MiB",
     "gpt2-tiny": "256MiB",
@@ -82,4 +84,5 @@ def test_the_planned_largest_batch_is_the_measured_one(workload: str, under: str
     measured = find_max_batch(trials_of(workload, trials), under, memory=BUDGETS[workload], estimate=found.estimate)
     print(f"{workload} {under}: planned {found.largest}, measured {measured.batch}, {len(measured.trials)} trials")
     assert abs(found.largest - measured.batch) <= max(1, BATCH * measured.batch)
-    assert len(measured.trials) <= 6
+    # A limit goes by pages: of samples that take less than one, several lie within its noise.
+    assert len(measured.trials) <= (6 if max(measured.peak_memory) / measured.batch >= PAGE else 10)
