@@ -65,7 +65,8 @@ class Reducer:
         else:
             # The reducer begins with the first parameter that back-propagation reaches. A loss that depends on none,
             # where a rank found nothing to learn from, would leave the other ranks waiting for this one.
-            self._run(loss, gradient, [value for value in self.parameters if value.requires_grad][:1])
+            first = next((value for value in self.parameters if value.requires_grad), None)
+            self._run(loss, gradient, () if first is None else (first,))
 
     def drop(self) -> None:
         """Drop the gradients, and give up the memory of large buckets until the next backward pass. Collective."""

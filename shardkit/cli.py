@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit import __version__
+from shardkit import _cli_options as options
 from shardkit.bench.bench_cli import bench
 from shardkit.bench.cli import max_batch
 from shardkit.errors import ShardkitError
@@ -54,19 +55,13 @@ def main() -> None:
     metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]",
     help="What to train, such as t5-tiny, or a function of your own (docs/workloads.md).",
 )
-@click.option(
-    "--strategies",
-    multiple=True,
-    metavar="A,B",
-    help="Strategies, separated by commas; what reads name=value belongs to the strategy before it. May be "
-    "repeated.  [default: every variant that is installed]",
-)
+@options.strategies
 @click.option("--steps", default=30, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
+@options.processes
 @click.option(
     "--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Samples in a micro-batch of one rank."
 )
-@click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Micro-batches per step.")
+@options.accumulate
 @click.option("--max-grad-norm", type=float, help="Clip the global L2 norm of the gradient.  [default: not at all]")
 @click.option("--seed", type=int, help="Seed of the random generators, plus the rank, such as those of dropout.")
 @click.option(
@@ -83,7 +78,7 @@ def main() -> None:
     type=click.FloatRange(1),
     help="Seconds that a strategy may take before it is given up.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -112,6 +107,7 @@ def compare(
     from shardkit.tools import report
     from shardkit.tools.compare import compare, split_strategies
 
+    report.check(output)
     with ended_by_sigterm(), _progress(settings["steps"]) as listener:
         found = compare(workload, split_strategies(strategies), listener=listener, **settings)
     if output is not None:
@@ -195,7 +191,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @click.option(
     "--allow-pickle", is_flag=True, help="Let the source's files run code of their own: only for those that you trust."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 def import_(source: Path, directory: Path, workload: str | None, names: str | None, as_json: bool, **how: Any) -> None:
     """Write a checkpoint of another library, SOURCE, as one of shardkit's into DIRECTORY.
 
@@ -235,7 +231,7 @@ def import_(source: Path, directory: Path, workload: str | None, names: str | No
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--tensors", is_flag=True, help="List all tensors, with dtypes, shapes and sizes.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Read all of it and compare checksums.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 @click.pass_context
 def inspect(ctx: click.Context, directory: Path, tensors: bool, verify: bool, as_json: bool) -> None:
     """Tell what a checkpoint holds, or all those in DIRECTORY, and whether they are whole.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from shardkit._registry import backends
 from shardkit._sizes import format_bytes
 from shardkit._strategy import Strategy
 from shardkit.bench._trials import Listener
@@ -50,24 +51,24 @@ class Planned:
     def alternatives(self) -> str:
         """Return in words what would fit into the memory, and what this strategy needs."""
         self._listener.plan("what would fit")
-        made = self._plan([])
+        variants = [variant.strategy for backend in backends().values() for variant in backend.variants]
+        made = self._plan([self._strategy, *variants])
         if made is None:
             return "more memory or ranks, or a strategy that shards more, may do"
-        fitting = sorted((row for row in made.rows if row.status == "fits"), key=lambda row: -(row.speed or 0.0))
+        own = made.rows[0]
         told = []
+        fitting = [row for row in made.rows if row.status == "fits"]
         if fitting:
-            rows = ", ".join(f"{row.strategy} up to batch {row.largest}" for row in fitting[:_OTHERS])
+            first = sorted(fitting, key=lambda row: -(row.speed or 0.0))[:_OTHERS]
+            rows = ", ".join(f"{row.strategy} up to batch {row.largest}" for row in first)
             told.append(f"what would fit, as planned: {rows}")
-        own = self._plan([self._strategy])
-        if own is not None and own.rows[0].status == "short":
-            told.append(f"{self._strategy} needs about {format_bytes(own.rows[0].peak)} per rank")
-        if not fitting:
-            least = min((row for row in made.rows if row.status == "short"), key=lambda row: row.peak, default=None)
-            if least is not None:
-                told.append(f"{least.strategy} needs least, about {format_bytes(least.peak)} per rank")
+        if own.status == "short":
+            told.append(f"{self._strategy} needs about {format_bytes(own.peak)} per rank")
+        if not fitting and made.least is not None and made.least.strategy != own.strategy:
+            told.append(f"{made.least.strategy} needs least, about {format_bytes(made.least.peak)} per rank")
         return "; ".join(told) or "nothing would fit, as planned"
 
-    def _plan(self, strategies: list[Strategy]) -> Plan | None:
+    def _plan(self, strategies: list[Strategy | str]) -> Plan | None:
         try:
             return plan(
                 self._workload,

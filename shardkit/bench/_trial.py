@@ -28,7 +28,7 @@ from shardkit.bench._evaluation import evaluate, now
 from shardkit.errors import InputError, ShardkitError
 from shardkit.tools._trial import rank_device, to_device
 from shardkit.workloads import Workload, _find
-from shardkit.workloads._contract import first_dimensions
+from shardkit.workloads._contract import check_size
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,7 @@ def _checked(batches: Iterator[Any], size: int) -> Any:
     batch = next(batches, None)
     if batch is None:
         raise InputError(f"batches({size}) of the workload ends: it is endless")
-    sizes = first_dimensions(batch)
-    if sizes and size not in sizes:
-        raise InputError(
-            f"batches({size}) of the workload yields {max(sizes)} samples: it ignores the size, or gives its tensors "
-            "another first dimension than that of the samples"
-        )
+    check_size(batch, size)
     return batch
 
 

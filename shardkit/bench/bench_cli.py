@@ -9,27 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardkit import _cli_options as options
+
 if TYPE_CHECKING:
     from shardkit.bench import Watcher
 
 
 @click.command
 @click.argument("workload", metavar="NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]")
-@click.option(
-    "--strategies",
-    multiple=True,
-    metavar="A,B",
-    help="Strategies, separated by commas; what reads name=value belongs to the strategy before it. May be "
-    "repeated.  [default: every variant that is installed]",
-)
+@options.strategies
 @click.option("--precisions", default="", metavar="A,B", help="Each strategy in each of fp32, bf16, fp16.")
 @click.option(
     "--baseline", metavar="STRATEGY", help="The first row.  [default: the first variant that shards nothing, in fp32]"
 )
 @click.option("--memory", metavar="SIZE", help="What each rank may take, such as 24GiB: the largest batch is searched.")
 @click.option("--batch", type=click.IntRange(1), help="Micro-batch of a rank for all rows, instead of --memory.")
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
-@click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Micro-batches per step.")
+@options.processes
+@options.accumulate
 @click.option(
     "--items", default=2048, show_default=True, type=click.IntRange(1), help="Samples whose training time is told."
 )
@@ -43,9 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(1), help="Steps that are timed in a round.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds.")
-@click.option(
-    "--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]), help="Where to train."
-)
+@options.device
 @click.option(
     "--timeout",
     default=600.0,
@@ -53,7 +47,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(1),
     help="Seconds without a step of any rank after which a run hangs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -88,9 +82,10 @@ def bench(
     from shardkit.bench import outputs
     from shardkit.bench.outputs import write
     from shardkit.cli import ended_by_sigterm, make_console
+    from shardkit.tools import report
     from shardkit.tools.compare import split_strategies
 
-    write.check(output)
+    report.check(output)
     kinds = [kind.strip() for kind in precisions.split(",") if kind.strip()]
     with ended_by_sigterm(), _progress() as watcher:
         found = run(workload, split_strategies(strategies), precisions=kinds, watcher=watcher, **settings)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardkit import _cli_options as options
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     metavar="SIZE",
     help="What each rank may allocate for training, such as 24GiB: above what it holds after its imports.",
 )
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
+@options.processes
 @click.option(
     "--global-batch",
     type=click.IntRange(1),
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
 @click.option("--accumulate", type=click.IntRange(1), help="Micro-batches per step.  [default: the strategy's]")
 @click.option("--max-batch", default=2**20, show_default=True, type=click.IntRange(1), help="The largest size to try.")
 @click.option("--steps", default=4, show_default=True, type=click.IntRange(3), help="Optimizer steps of a trial.")
-@click.option(
-    "--device", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "cuda"]), help="Where to train."
-)
+@options.device
 @click.option(
     "--timeout",
     default=600.0,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(1),
     help="Seconds without a step of any rank after which a trial hangs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 @click.pass_context
 def max_batch(ctx: click.Context, /, workload: str, strategy: str, as_json: bool, **settings: Any) -> None:
     """Find the largest batch of WORKLOAD that trains within a budget of memory: it runs, and one more fails.

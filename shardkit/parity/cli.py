@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardkit import _cli_options as options
+
 if TYPE_CHECKING:
     from shardkit.parity._measure import Listener
     from shardkit.parity._work import Work
 
 _WORKLOAD = click.argument("workload", default="t5-tiny", metavar="[NAME|FILE.py[:FUNCTION][:KEY=VALUE,...]]")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
 _OUTPUT = click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -168,7 +169,7 @@ def record(workload: str, strategy: str, path: Path, detail: str, control: bool,
     metavar="FILE",
     help="Another run of A's: by what it differs from A, B may differ too.",
 )
-@_JSON
+@options.json
 @_OUTPUT
 @click.pass_context
 def compare(ctx: click.Context, /, a: Path, b: Path, again: Path | None, as_json: bool, output: Path | None) -> None:
@@ -197,7 +198,7 @@ def compare(ctx: click.Context, /, a: Path, b: Path, again: Path | None, as_json
 @_repeats(2)
 @_probe(False)
 @_work
-@_JSON
+@options.json
 @_OUTPUT
 @click.pass_context
 def run(
@@ -250,7 +251,7 @@ def run(
 @_repeats(2)
 @_probe(True)
 @_work
-@_JSON
+@options.json
 @_OUTPUT
 @click.pass_context
 def upgrade(
@@ -308,7 +309,7 @@ def upgrade(
 @_repeats(2)
 @_probe(True)
 @_work
-@_JSON
+@options.json
 @click.pass_context
 def bisect(
     ctx: click.Context,

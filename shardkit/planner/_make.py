@@ -92,20 +92,23 @@ def _device(device: str) -> str:
 
 def _strategies(asked: Sequence[str | Strategy], precisions: Sequence[str], accumulate: int) -> list[Strategy]:
     """Return each strategy in each precision; one that sets a precision itself in that one."""
+    from shardkit._prepare import resolve
+
     if isinstance(asked, str):
         asked = [asked]
     texts = [text for text in asked if isinstance(text, str)]
     named = [text for text in asked if not isinstance(text, str)]
-    named += [Strategy.parse(text) for text in split_strategies(texts)]
+    named += [resolve(text) for text in split_strategies(texts)]
     if not asked:
         named = [
             Strategy.parse(variant.strategy)
             for backend in _registry.backends().values()
             for variant in backend.variants
         ]
-    for strategy in named if asked else ():
-        # A wrong name is no row of a table.
-        typed_options(_registry.describe(strategy.backend), {**strategy.options})
+    if asked:
+        for strategy in named:
+            # A wrong name is no row of a table.
+            typed_options(_registry.describe(strategy.backend), strategy.options)
     found = []
     for strategy in named:
         own = (strategy.precision,) if strategy.precision != "fp32" else precisions

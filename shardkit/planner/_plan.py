@@ -13,7 +13,7 @@ from shardkit._backend import Backend, Variant
 from shardkit._footprint import Footprint, ModelSize, Stepped
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
-from shardkit.errors import PluginError, ShardkitError
+from shardkit.errors import ShardkitError
 from shardkit.planner._curve import Curve
 from shardkit.planner._declared import DeclaredFootprint
 from shardkit.planner._optimizer import Cost, Stepper
@@ -80,25 +80,15 @@ class _Planner:
             if strategy.precision not in backend.precisions:
                 known = ", ".join(sorted(backend.precisions))
                 return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
-            _footprint(self._model, backend, strategy, options)
-        except PluginError as error:
-            return Row(text, strategy.precision, "refused", note=str(error))
+            footprint = _footprint(self._model, backend, strategy, options)
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
-        footprint = _footprint(self._model, backend, strategy, options)
         curve = self._curve(strategy.precision, footprint.weights)
-
         cost = self._stepper.cost(footprint.stepped())
 
         def peak(profile: Profile) -> Peak:
-            return simulate(
-                _footprint(self._model, backend, strategy, options),
-                profile,
-                cost,
-                self._owners,
-                extra=self._subject.buffers,
-                micro_batches=min(strategy.accumulate, 2),
-            )
+            fresh = _footprint(self._model, backend, strategy, options)
+            return _peak(fresh, strategy, profile, cost, self._owners, self._subject.buffers)
 
         speed = _variant(backend, strategy).speed
         memory, batch = self._task.memory, self._task.batch
@@ -142,18 +132,25 @@ def planned(
     """Return the row of a strategy for one profile, and nothing of other batches."""
     backend = _registry.describe(strategy.backend)
     options = typed_options(backend, strategy.options)
-    peak = simulate(
-        _footprint(model, backend, strategy, options),
-        profile,
-        cost(_footprint(model, backend, strategy, options).stepped()),
-        owners,
-        extra=extra,
-        micro_batches=min(strategy.accumulate, 2),
-    )
+    footprint = _footprint(model, backend, strategy, options)
+    peak = _peak(footprint, strategy, profile, cost(footprint.stepped()), owners, extra)
     short = 0 if memory is None else max(0, peak.total - memory)
     points = [(profile.batch, peak.total)]
     speed = _variant(backend, strategy).speed
     return _row(strategy, speed, "short" if short else "fits", peak, profile.batch, points, short=short)
+
+
+def _peak(
+    footprint: Footprint,
+    strategy: Strategy,
+    profile: Profile,
+    cost: Cost,
+    owners: Mapping[str, tuple[str, ...]],
+    extra: int,
+) -> Peak:
+    # From the second micro-batch on all is as in the one before.
+    micro_batches = min(strategy.accumulate, 2)
+    return simulate(footprint, profile, cost, owners, extra=extra, micro_batches=micro_batches)
 
 
 def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: Any) -> Footprint:

@@ -25,7 +25,7 @@ from shardkit.nested import map_tensors
 from shardkit.planner._as_cuda import as_on_cuda
 from shardkit.planner._ledger import Ledger, storages
 from shardkit.workloads import Workload
-from shardkit.workloads._contract import tensors
+from shardkit.workloads._contract import check_size, tensors
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -150,12 +150,7 @@ class Subject:
             ledger.forget_high()
             drawn_again = self._next(batches, batch, 1)
             data = self._kept + ledger.high
-        sizes = {len(value) for value in tensors(drawn) if value.dim()}
-        if sizes and batch not in sizes:
-            raise InputError(
-                f"batches({batch}) of the workload yields {max(sizes)} samples: it yields as many as it is asked for, "
-                "along the first dimension of each tensor"
-            )
+        check_size(drawn, batch)
         del drawn_again, batches
         try:
             events, kept = self._pass(

@@ -70,6 +70,11 @@ class Plan:
         return max(fitting, key=lambda row: (row.speed or 0.0, row.largest or 0, -row.peak), default=None)
 
     @property
+    def least(self) -> Row | None:
+        """The row that needs least, where none fits; None if all are refused."""
+        return min((row for row in self.rows if row.status == "short"), key=lambda row: row.peak, default=None)
+
+    @property
     def exit_code(self) -> int:
         """0 if something fits, else 1."""
         return 0 if self.fastest is not None else 1

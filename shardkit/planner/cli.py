@@ -7,17 +7,14 @@ from typing import Any
 
 import click
 
+from shardkit import _cli_options as options
+
 
 @click.command
 @click.argument("workload", metavar="NAME|FILE.py[:FUNCTION]")
 @click.option("--memory", metavar="SIZE", help="Of one rank, such as 24GiB.  [default: no limit, no largest batch]")
-@click.option("--processes", default=2, show_default=True, type=click.IntRange(1), help="Ranks that train together.")
-@click.option(
-    "--strategies",
-    multiple=True,
-    metavar="A,B",
-    help="Strategies, separated by commas. May be repeated.  [default: every variant of every backend]",
-)
+@options.processes
+@options.strategies
 @click.option(
     "--precisions", default="fp32,bf16,fp16", show_default=True, metavar="A,B", help="Each strategy in each of them."
 )
@@ -26,7 +23,7 @@ import click
     type=click.IntRange(1),
     help="Micro-batch of a rank whose peak is shown.  [default: the largest that fits, or 1]",
 )
-@click.option("--accumulate", default=1, show_default=True, type=click.IntRange(1), help="Micro-batches per step.")
+@options.accumulate
 @click.option(
     "--device",
     default="auto",
@@ -34,7 +31,7 @@ import click
     type=click.Choice(["auto", "cpu", "cuda"]),
     help="Where it would be trained; cuda needn't be here. auto: cuda where it is.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
+@options.json
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -64,13 +61,10 @@ def plan(
     from shardkit.cli import ended_by_sigterm, make_console
     from shardkit.planner import outputs
     from shardkit.planner._make import plan as make
+    from shardkit.tools import report
     from shardkit.tools.compare import split_strategies
 
-    if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.UsageError(f"can't write into {str(output)!r}: {error.strerror}") from error
+    report.check(output)
     kinds = [kind.strip() for kind in precisions.split(",") if kind.strip()]
     with ended_by_sigterm():
         found = make(workload, memory=memory, strategies=split_strategies(strategies), precisions=kinds, **settings)

@@ -83,7 +83,7 @@ def why(plan: Plan) -> str:
     """Return which strategy is the fastest that fits, and why, in words."""
     best = plan.fastest
     if best is None:
-        least = min((row for row in plan.rows if row.status == "short"), key=lambda row: row.peak, default=None)
+        least = plan.least
         if least is None:
             return "nothing fits: every strategy is refused"
         return (

@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardkit.errors import InputError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
@@ -108,6 +110,19 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check(output: Path | None) -> None:
+    """Raise, before anything is run, unless the directory of a command's results is there or can be made.
+
+    Raises:
+        InputError: it can't be made.
+    """
+    if output is not None:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--output: {str(output)!r} can't be made: {error.strerror}") from error
 
 
 def write(comparison: Comparison, directory: Path) -> list[Path]:

@@ -37,13 +37,7 @@ def check_batches(workload: Workload, size: int, count: int) -> None:
         InputError: says which it doesn't.
     """
     for asked in (size, size + 1):
-        batch = next(_checked(workload.batches(asked), 1))
-        sizes = sorted(first_dimensions(batch))
-        if sizes and asked not in sizes:
-            raise InputError(
-                f"batches({asked}) of the workload yields {sizes[-1]} samples: it yields as many as it is asked for, "
-                "along the first dimension of each tensor"
-            )
+        check_size(next(_checked(workload.batches(asked), 1)), asked)
     runs = [_checked(workload.batches(size), count) for _ in range(2)]
     for place, (one, other) in enumerate(zip(*runs, strict=True)):
         if not _equal(one, other):
@@ -51,6 +45,20 @@ def check_batches(workload: Workload, size: int, count: int) -> None:
                 f"batches({size}) of the workload gives another batch {place} when it is called again: make its "
                 "generator within the function, with a fixed seed"
             )
+
+
+def check_size(batch: Any, size: int) -> None:
+    """Raise unless a batch has as many samples as it was asked for, as far as its tensors show it.
+
+    Raises:
+        InputError: it has another number.
+    """
+    sizes = first_dimensions(batch)
+    if sizes and size not in sizes:
+        raise InputError(
+            f"batches({size}) of the workload yields {max(sizes)} samples: it ignores the size, or gives its tensors "
+            "another first dimension than that of the samples"
+        )
 
 
 def _checked(batches: Iterable[Any], count: int) -> Iterator[Any]:

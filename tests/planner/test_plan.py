@@ -284,3 +284,10 @@ def test_a_wrong_strategy_is_a_wrong_question(text: str) -> None:
 def test_of_equally_fast_strategies_the_larger_batch_is_taken() -> None:
     found = [row_of("one", speed=1.0, largest=3, peak=4), row_of("other", speed=1.0, largest=5, peak=5)]
     assert Plan({"memory": 5, "batch_size": None}, {}, 0, found).fastest is found[1]
+
+
+def test_a_file_of_a_strategy_is_planned_as_every_command_takes_it(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.json"
+    file.write_text('{"backend": "ddp", "accumulate": 2}')
+    made = shardkit.plan("mlp", strategies=[str(file)], precisions=["fp32"])
+    assert [row.strategy for row in made.rows] == ["ddp:accumulate=2"]

@@ -9,22 +9,8 @@ from shardkit.bench._results import Bench
 from shardkit.bench.outputs.csv_ import as_csv
 from shardkit.bench.outputs.html import as_html
 from shardkit.bench.outputs.json_ import as_json
-from shardkit.errors import InputError
 
 NO_PLOT = "no bench.png: plots need matplotlib, which is not installed: pip install 'shardkit[tools]'"
-
-
-def check(output: Path | None) -> None:
-    """Raise, before anything is run, unless the directory is there or can be made.
-
-    Raises:
-        InputError: it can't be made.
-    """
-    if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--output: {str(output)!r} can't be made: {error.strerror}") from error
 
 
 def write(found: Bench, directory: Path) -> list[Path]:
