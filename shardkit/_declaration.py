@@ -8,8 +8,6 @@ import typing
 from functools import cache
 from typing import Any, Literal, Union
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from shardkit._backend import Backend, check_name, option_fields
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
@@ -41,6 +39,8 @@ def _check_requirement(text: str, field: str) -> None:
         if not all(part.isidentifier() for part in text.split(".")):
             raise PluginError(f"its field 'library' is the name that the library is imported by, not {text!r}")
         return
+    from packaging.requirements import InvalidRequirement, Requirement
+
     try:
         Requirement(text)
     except InvalidRequirement:

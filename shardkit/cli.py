@@ -18,6 +18,7 @@ from shardkit.bench.cli import max_batch
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
 from shardkit.planner.cli import plan
+from shardkit.scaffold.cli import new_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -291,6 +292,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 main.add_command(bench)
 main.add_command(max_batch)
+main.add_command(new_backend)
 main.add_command(parity)
 main.add_command(plan)
 

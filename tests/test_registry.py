@@ -157,7 +157,7 @@ def test_a_description_of_the_wrong_type_or_name_is_refused() -> None:
             return {"name": "wrong"}
 
     shardkit.register(Wrong(), "wrong")
-    with pytest.raises(PluginError, match="returns .* from its shardkit_describe, which returns a Backend"):
+    with pytest.raises(PluginError, match=r"returns .* from its shardkit_describe, which returns a Backend"):
         train("wrong")
     shardkit.register(Plain(), "other")
     with pytest.raises(PluginError, match="describes a backend named 'plain'"):
@@ -173,7 +173,7 @@ def test_a_prepare_that_returns_no_engine_is_refused() -> None:
             return "engine"
 
     shardkit.register(Wrong(), "plain")
-    with pytest.raises(PluginError, match="shardkit_prepare of plugin 'plain' .* returns 'engine', which is no Engine"):
+    with pytest.raises(PluginError, match=r"shardkit_prepare of plugin 'plain' .* returns 'engine'"):
         train("plain")
 
 

@@ -97,7 +97,7 @@ def test_findings_of_another_level_or_type_are_refused(faulty_backends: Path, mo
     with pytest.raises(PluginError, match="one of"):
         Finding("check", "bad", "message")  # type: ignore[arg-type]
     monkeypatch.setattr(_registry, "call", lambda claim, hook: ["text"])
-    with pytest.raises(PluginError, match="returns Findings, not"):
+    with pytest.raises(PluginError, match="returns a list of Findings"):
         _registry.diagnose("ddp")
 
 
