@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from shardkit._engine import Engine
 from shardkit._finding import Finding
 from shardkit._footprint import Footprint
 from shardkit._imported import Imported, Source
-from shardkit._plugins import implements, load
+from shardkit._plugins import implements
+from shardkit._plugins import load as load
 from shardkit._plugins import load_wrappers as load_wrappers
 from shardkit._plugins import manager as _manager
 from shardkit._plugins import wrappers as wrappers
@@ -231,6 +233,22 @@ def footprint(name: str, model: ModelSize, strategy: Strategy, options: Any) -> 
     if found is not None and not isinstance(found, Footprint):
         raise claim.error(f"returns {found!r} from its shardkit_footprint, which returns a Footprint, or None")
     return found
+
+
+@contextmanager
+def blaming(name: str, hook: str) -> Iterator[None]:
+    """Return a context in which what a hook of the backend returned is asked for more: what goes wrong is its fault.
+
+    Raises:
+        PluginError: something was raised that isn't of shardkit's tree.
+    """
+    try:
+        yield
+    except ShardkitError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise _claim(name).error(f"returns from its {hook} what doesn't work ({told})") from error
 
 
 def has_control(name: str) -> bool:

@@ -142,6 +142,8 @@ def backends(name: str | None, as_json: bool) -> None:
     console = make_console()
     for part in listing.tables(found) if name is None else listing.option_tables(found):
         console.print(part)
+    for line in listing.wrappers() if name is None else ():
+        console.print(line, markup=False, highlight=False)
 
 
 @main.command

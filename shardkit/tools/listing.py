@@ -40,6 +40,18 @@ def listing() -> list[dict[str, Any]]:
     return found
 
 
+def wrappers() -> list[str]:
+    """Return a line for each installed plugin that wraps all backends, or why it can't."""
+    found = []
+    for claim in _registry.wrappers():
+        try:
+            _registry.load(claim)
+            found.append(f"every backend is wrapped by {claim.name} ({claim.origin})")
+        except PluginError as error:
+            found.append(f"no backend can be used: {error}")
+    return found
+
+
 def options(name: str) -> list[dict[str, Any]]:
     """Return the options of one backend, in plain data.
 
