@@ -105,4 +105,4 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_class(choice: Any) -> bool:
-    return isinstance(typing.get_origin(choice) or choice, type)
+    return choice is not Any and isinstance(typing.get_origin(choice) or choice, type)
