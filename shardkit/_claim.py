@@ -92,15 +92,22 @@ class Claim:
         return f"fails to import: {told}", None
 
 
-def origin(point: importlib.metadata.EntryPoint) -> str:
-    """Return the distribution that an entry point is of, in words."""
-    return f"distribution {point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
+def installed(group: str) -> tuple[Claim, ...]:
+    """Return the claims that distributions on the path make with entry points of a group, without importing any."""
+    return _installed(group, tuple(sys.path))
 
 
 @cache
-def entry_points(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """Return the entry points of a group; ``path`` is where distributions lie, and reading them all takes a while."""
-    return tuple(importlib.metadata.entry_points(group=group))
+def _installed(group: str, path: tuple[str, ...]) -> tuple[Claim, ...]:
+    # Distributions lie on the path, and reading them all takes a while.
+    found: list[Claim] = []
+    for point in importlib.metadata.entry_points(group=group):
+        origin = f"distribution {point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
+        # One distribution that lies twice on the path (an editable install and its build) is one claim.
+        if not any(claim.origin == origin and claim.entry_point == point for claim in found):
+            kind = "wrapper" if group == WRAPPERS else "plugin"
+            found.append(Claim(point.name, origin, entry_point=point, kind=kind))
+    return tuple(found)
 
 
 def _lacks(error: BaseException, missing: str | None) -> bool:

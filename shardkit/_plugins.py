@@ -9,7 +9,7 @@ from typing import Any, final
 
 import pluggy
 
-from shardkit._claim import WRAPPERS, Claim, entry_points, origin
+from shardkit._claim import WRAPPERS, Claim, installed
 from shardkit._hookimpl import hookimpl
 from shardkit._implementations import check_plugin, hooks_of
 
@@ -55,10 +55,9 @@ def load(claim: Claim) -> Any:
     return plugin
 
 
-def wrappers() -> list[Claim]:
+def wrappers() -> tuple[Claim, ...]:
     """Return the installed plugins that wrap the hooks of backends; imports none."""
-    points = entry_points(WRAPPERS, tuple(sys.path))
-    return [Claim(point.name, origin(point), entry_point=point, kind="wrapper") for point in points]
+    return installed(WRAPPERS)
 
 
 def load_wrappers() -> None:

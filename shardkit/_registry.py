@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardkit._backend import Backend, check_name
 from shardkit._calls import blame, call, guarded
-from shardkit._claim import BACKENDS, Claim, entry_points, origin
+from shardkit._claim import BACKENDS, Claim, installed
 from shardkit._declaration import check
 from shardkit._engine import Engine
 from shardkit._finding import Finding
@@ -76,11 +75,8 @@ def register(plugin: Any, name: str | None = None) -> None:
 def claims() -> dict[str, list[Claim]]:
     """Return all claims to each backend's name, without importing any plugin."""
     found: dict[str, list[Claim]] = {}
-    for point in entry_points(BACKENDS, tuple(sys.path)):
-        others = found.setdefault(point.name, [])
-        # One distribution that lies twice on the path (an editable install and its build) is one claim.
-        if not any(claim.origin == origin(point) and claim.entry_point == point for claim in others):
-            others.append(Claim(point.name, origin(point), entry_point=point))
+    for claim in installed(BACKENDS):
+        found.setdefault(claim.name, []).append(claim)
     for name, claim in _registered().items():
         found.setdefault(name, []).append(claim)
     return dict(sorted(found.items()))
