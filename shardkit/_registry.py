@@ -118,11 +118,13 @@ def diagnose(name: str) -> list[Finding]:
 def read_other(source: Source) -> Imported | None:
     """Return what a backend's plugin reads of a checkpoint that isn't shardkit's; None if it is none of theirs.
 
-    A plugin that is broken is passed over: its checkpoints aren't known then.
+    A plugin that can't be loaded is passed over: its checkpoints aren't known then. So is one whose reading fails by a
+    mistake of its own, if another one reads the source.
 
     Raises:
         PluginError: what a plugin gives back isn't what was asked for.
     """
+    mistakes: list[Exception] = []
     for name in claims():
         try:
             claim = _claim(name)
@@ -131,15 +133,18 @@ def read_other(source: Source) -> Imported | None:
             continue
         try:
             found = call(claim, "shardkit_import", source=source)
+            if found is not None and not isinstance(found, Imported):
+                raise claim.error(f"returns {found!r} from its shardkit_import, which returns Imported, or None")
         except Exception as error:
-            if not isinstance(error, ShardkitError):
-                error.add_note(f"while it read {str(source.path)!r}")
-            raise
-        if found is None:
+            if isinstance(error, ShardkitError) and not isinstance(error, PluginError):
+                raise
+            error.add_note(f"while it read {str(source.path)!r}")
+            mistakes.append(error)
             continue
-        if not isinstance(found, Imported):
-            raise claim.error(f"returns {found!r} from its shardkit_import, which returns Imported, or None")
-        return found
+        if found is not None:
+            return found
+    if mistakes:
+        raise mistakes[0]
     return None
 
 

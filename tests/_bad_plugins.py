@@ -256,6 +256,7 @@ OTHER_HOOKS = {
     "import-text": Bad(
         WHOLE + "@hookimpl\ndef shardkit_import(): return 'weights'\n", "returns 'weights' from its shardkit_i"
     ),
+    "import-fails": Bad(WHOLE + "@hookimpl\ndef shardkit_import(): 1 / 0\n", "division by zero"),
     "control-text": Bad(
         WHOLE + "@hookimpl\ndef shardkit_control(): return 'engine'\n",
         "shardkit_control of plugin .* returns 'engine', which",

@@ -207,18 +207,52 @@ def test_compare_has_a_row_for_the_broken_one_and_trains_the_others(installed: P
     check("misspelled", UNDESCRIBED["misspelled"], rows["misspelled"]["note"])
 
 
-def test_a_reader_or_a_control_of_the_wrong_type_is_named(installed: Path, tmp_path: Path) -> None:
-    from shardkit import Source, _registry
+def test_a_control_of_the_wrong_type_is_named(installed: Path) -> None:
+    from shardkit import _registry
 
-    (tmp_path / "weights").write_text("")
-    with pytest.raises(PluginError) as caught:
-        _registry.read_other(Source(tmp_path / "weights"))
-    check("import-text", OTHER_HOOKS["import-text"], str(caught.value))
     model = W()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(PluginError) as caught:
         _registry.control("control-text", model, optimizer, shardkit.Strategy("control-text"), None)
     check("control-text", OTHER_HOOKS["control-text"], str(caught.value))
+
+
+class Reader:
+    """A backend that reads checkpoints, after the bad ones."""
+
+    @hookimpl
+    def shardkit_describe(self) -> Any: ...
+
+    @hookimpl
+    def shardkit_prepare(self) -> Any: ...
+
+    @hookimpl
+    def shardkit_import(self, source: shardkit.Source) -> shardkit.Imported | None:
+        return shardkit.Imported(kind="mine", weights={}) if source.path.name == "mine" else None
+
+
+@pytest.mark.parametrize("name", ["import-text", "import-fails"])
+def test_a_reader_that_goes_wrong_is_named_unless_another_reads_the_checkpoint(name: str, tmp_path: Path) -> None:
+    from shardkit import Source, _registry
+
+    install_all(tmp_path, {name: OTHER_HOOKS[name]})
+    before = set(_manager().get_plugins())
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises((PluginError, ZeroDivisionError), match=OTHER_HOOKS[name].says) as caught:
+            _registry.read_other(Source(tmp_path / "weights"))
+        told = " ".join([str(caught.value), *caught.value.__notes__])
+        assert f"{name!r} (distribution their-{name} 1.2)" in told
+        assert str(tmp_path / "weights") in told
+        shardkit.register(Reader(), "zz-reader")
+        found = _registry.read_other(Source(tmp_path / "mine"))
+        assert found is not None
+        assert found.kind == "mine"
+    finally:
+        sys.path.remove(str(tmp_path))
+        _registry._registered().pop("zz-reader", None)
+        for plugin in set(_manager().get_plugins()) - before:
+            _manager().unregister(plugin)
 
 
 # Wrappers, which concern every backend.
