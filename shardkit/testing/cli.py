@@ -37,7 +37,7 @@ def conformance(
 ) -> None:
     """Run the suite for backend NAME: right, or refused, under each variant that it declares.
 
-    It is that of shardkit.testing.BackendSuite, and needs pytest: pip install "shardkit[testing]" (docs/conformance.md).
+    It is that of shardkit.testing.BackendSuite (docs/conformance.md); pip install "shardkit[testing]" brings pytest.
 
     Exit code: 0 if nothing failed, 1 if something did, 2 if the command was refused.
 
