@@ -19,6 +19,7 @@ from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
 from shardkit.planner.cli import plan
 from shardkit.scaffold.cli import new_backend
+from shardkit.testing.cli import conformance
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -293,6 +294,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 
 main.add_command(bench)
+main.add_command(conformance)
 main.add_command(max_batch)
 main.add_command(new_backend)
 main.add_command(parity)
