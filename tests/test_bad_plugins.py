@@ -124,7 +124,7 @@ def prepared(folder: Path) -> list[dict[str, Any]]:
     return run(_prepare_all, str(folder), [*UNDESCRIBED, *UNPREPARED, *FAILING], processes=2, timeout=120)
 
 
-@pytest.mark.parametrize("name", [name for name in UNDESCRIBED if name not in ("auto", "Capital")])
+@pytest.mark.parametrize("name", [name for name in UNDESCRIBED if name != "auto"])
 def test_prepare_refuses_it_with_the_same_error_on_every_rank(name: str, prepared: list[dict[str, Any]]) -> None:
     for found in prepared:
         kind, message, _ = found[name]
@@ -197,6 +197,23 @@ def test_commands_show_the_broken_ones_with_the_reason_and_work_for_others(insta
     for name in ("footprint-text", "footprint-fails", "footprint-loose"):
         assert rows[name]["status"] == "refused"
         check(name, OTHER_HOOKS[name], rows[name]["note"])
+
+
+def test_auto_takes_one_of_the_others(installed: Path) -> None:
+    chosen = shardkit.Strategy("auto", options={"memory": "1GiB"})
+    model = W()
+    with shardkit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen) as session:
+        assert session.strategy.backend in LISTED
+
+
+def test_a_benchmark_has_a_row_for_each_that_can_be_asked_for(installed: Path) -> None:
+    from shardkit.bench._arms import arms
+
+    found = {arm.row.strategy: arm.row for arm in arms([], [], None, 1, "cpu")}
+    assert found["ddp"].status == "measured"
+    for name in set(UNDESCRIBED) - {"Capital", "auto"}:
+        assert found[name].status == "failed"
+        check(name, UNDESCRIBED[name], found[name].note)
 
 
 def test_compare_has_a_row_for_the_broken_one_and_trains_the_others(installed: Path) -> None:
