@@ -13,7 +13,7 @@ from shardkit._backend import Backend, Variant
 from shardkit._footprint import Footprint, ModelSize, Stepped
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
-from shardkit.errors import ShardkitError
+from shardkit.errors import PluginError, ShardkitError
 from shardkit.planner._curve import Curve
 from shardkit.planner._declared import DeclaredFootprint
 from shardkit.planner._optimizer import Cost, Stepper
@@ -73,6 +73,13 @@ class _Planner:
         self._owners = {name: names for names in subject.owners.values() for name in names}
 
     def row(self, strategy: Strategy) -> Row:
+        try:
+            return self._row(strategy)
+        except PluginError as error:
+            # Of a footprint, on its way through the window.
+            return Row(str(strategy), strategy.precision, "refused", note=str(error))
+
+    def _row(self, strategy: Strategy) -> Row:
         text = str(strategy)
         try:
             backend = _registry.describe(strategy.backend)
@@ -84,7 +91,7 @@ class _Planner:
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
         curve = self._curve(strategy.precision, footprint.weights)
-        cost = self._stepper.cost(footprint.stepped())
+        cost = self._stepper.cost(_stepped(footprint, strategy))
 
         def peak(profile: Profile) -> Peak:
             fresh = _footprint(self._model, backend, strategy, options)
@@ -133,7 +140,7 @@ def planned(
     backend = _registry.describe(strategy.backend)
     options = typed_options(backend, strategy.options)
     footprint = _footprint(model, backend, strategy, options)
-    peak = _peak(footprint, strategy, profile, cost(footprint.stepped()), owners, extra)
+    peak = _peak(footprint, strategy, profile, cost(_stepped(footprint, strategy)), owners, extra)
     short = 0 if memory is None else max(0, peak.total - memory)
     points = [(profile.batch, peak.total)]
     speed = _variant(backend, strategy).speed
@@ -150,7 +157,13 @@ def _peak(
 ) -> Peak:
     # From the second micro-batch on all is as in the one before.
     micro_batches = min(strategy.accumulate, 2)
-    return simulate(footprint, profile, cost, owners, extra=extra, micro_batches=micro_batches)
+    with _registry.blaming(strategy.backend, "shardkit_footprint"):
+        return simulate(footprint, profile, cost, owners, extra=extra, micro_batches=micro_batches)
+
+
+def _stepped(footprint: Footprint, strategy: Strategy) -> list[Stepped]:
+    with _registry.blaming(strategy.backend, "shardkit_footprint"):
+        return [Stepped(*one) for one in footprint.stepped()]
 
 
 def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: Any) -> Footprint:
