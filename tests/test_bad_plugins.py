@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,13 @@ def test_an_error_of_the_plugins_own_goes_through_and_a_note_says_whose(prepared
         kind, message, notes = found["fails"]
         assert (kind, message) == ("ZeroDivisionError", "division by zero")
         assert notes == ["raised by backend 'fails' (distribution their-fails 1.2) in its shardkit_prepare"]
+
+
+def test_what_it_raises_on_one_rank_only_is_told_with_its_name_on_every_rank(prepared: list[dict[str, Any]]) -> None:
+    whose = "raised by backend 'fails-on-one' (distribution their-fails-on-one 1.2) in its shardkit_prepare"
+    for found in prepared:
+        kind, message, _ = found["fails-on-one"]
+        assert (kind, message) == ("ShardkitError", f"rank 1: ZeroDivisionError: division by zero ({whose})")
 
 
 def test_another_backend_trains_beside_them(prepared: list[dict[str, Any]]) -> None:
@@ -349,6 +358,19 @@ def test_what_a_backend_raises_through_a_wrapper_is_the_backends(installed: Path
     assert caught.value.__notes__ == [
         "raised by backend 'fails' (distribution their-fails 1.2) in its shardkit_prepare"
     ]
+
+
+@pytest.mark.usefixtures("clean")
+def test_nothing_of_an_engine_is_kept_once_its_session_is_gone() -> None:
+    shardkit.register(Wrapper())
+    model = W()
+    held = weakref.ref(model)
+    with shardkit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "ddp") as session:
+        session.backward(session.model(1.0))
+        session.step()
+    del model, session
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize(
