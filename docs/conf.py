@@ -1,4 +1,4 @@
-"""The site: `sphinx-build -W -c docs . build/site`. Its source is the repository, whose links it checks as they stand."""
+"""The site: `sphinx-build -W -c docs . build/site`. Its source is the repository: links are checked as they stand."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ NAVIGATION = {
 
 
 def prepare_source(app: Sphinx, document: str, source: list[str]) -> None:
-    """Add what pages are on the site and not in the repository: the navigation, and titles of tables of measurements."""
+    """Add what pages are on the site and not in the repository: navigation, and titles of tables of figures."""
     source[0] += NAVIGATION.get(document, "")
     if document.startswith("benchmarks/results/") and not source[0].startswith("# "):
         source[0] = f"# {document.rsplit('/', 1)[-1]}\n\n" + re.sub("^###", "##", source[0], flags=re.M)
