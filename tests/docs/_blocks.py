@@ -14,7 +14,6 @@ A comment stands right above a block and isn't seen on the page:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,9 +113,13 @@ def _prelude(block: Block) -> str:
     return f"from tests.docs import setups\n\nglobals().update(next(setups.{setup}()))\n"
 
 
-def inline_commands(page: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of what stands in a page's running text as a command of shardkit."""
-    for token in MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text()):
-        for child in token.children or ():
-            if child.type == "code_inline" and child.content.startswith("shardkit "):
-                yield (token.map or (0, 0))[0] + 1, child.content
+@cache
+def inline(page: str) -> list[tuple[int, str]]:
+    """Return line and text of all code within a page's running text and tables."""
+    tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / page).read_text())
+    return [
+        ((token.map or (0, 0))[0] + 1, child.content)
+        for token in tokens
+        for child in token.children or ()
+        if child.type == "code_inline"
+    ]

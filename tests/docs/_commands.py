@@ -21,6 +21,7 @@ from pathlib import Path
 import click
 from packaging.requirements import Requirement
 
+import shardkit
 from shardkit import _registry
 from shardkit._options import typed_options
 from shardkit._prepare import resolve
@@ -32,7 +33,11 @@ from shardkit.workloads._find import any_function
 from tests.docs._blocks import ROOT, Block
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETTINGS = {"auto": "workload"}
+OTHER_OPTIONS = {
+    "--parity-record",
+    *("--tables", "--benchmark-json", "--repeats", "--blocks", "--processor", "--folder", "--layers"),
+}
+"""Options of our pytest plugin, and of the benchmarks."""
 
 
 def lines(block: Block) -> list[str]:
@@ -84,15 +89,35 @@ def check_shardkit(words: list[str]) -> None:
 
 
 def check_inline(text: str) -> None:
-    """Check a command that stands in running text and may be cut short: its name, and those of its options."""
-    words = shlex.split(text)[1:]
-    command: click.Command = main
-    while words and isinstance(command, click.Group):
-        assert words[0] in command.commands or words[0].startswith("-"), f"there is no command {words[0]!r}"
-        command = command.commands.get(words.pop(0), command)
-    options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
+    """Check a command that may be cut short, by its name and those of its options; an option; or a strategy."""
+    words = shlex.split(text) if text.startswith(("shardkit ", "--")) else []
+    strategy = re.fullmatch(r'"?((\w+):(\w+=[\w.]+,?)+)"?', text)
+    if words[:1] == ["shardkit"]:
+        command: click.Command = main
+        words = words[1:]
+        while words and isinstance(command, click.Group):
+            assert words[0] in command.commands or words[0].startswith("-"), f"there is no command {words[0]!r}"
+            command = command.commands.get(words.pop(0), command)
+        known = _options(command)
+    else:
+        known = _options(main) | OTHER_OPTIONS
     for word in words:
-        assert not word.startswith("-") or word in options, f"{command.name} has no option {word}"
+        assert not word.startswith("--") or word in known, f"there is no option {word}"
+    if strategy is not None and strategy[2] in shardkit.backends():
+        check_strategy(strategy[1])
+
+
+def commands(command: click.Command = main, path: str = "shardkit") -> Iterator[tuple[str, click.Command]]:
+    """Yield a command's path and itself, and all below it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from commands(below, f"{path} {name}")
+
+
+def _options(command: click.Command) -> set[str]:
+    params = [param for _, each in commands(command) for param in each.params]
+    return {"--help", *(name for each in params for name in (*each.opts, *each.secondary_opts))}
 
 
 def check_strategy(text: str) -> None:

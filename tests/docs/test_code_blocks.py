@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
 from shardkit import Strategy
 from shardkit.cli import main
+from shardkit.errors import ShardkitError
 from tests import _ahead
 from tests.docs import _blocks, _commands, setups
 from tests.docs._blocks import Block, Program
@@ -191,10 +193,33 @@ def _scripts(node: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", _blocks.pages())
-def test_a_command_in_running_text_exists(page: str) -> None:
-    for line, text in _blocks.inline_commands(page):
+def test_what_running_text_names_exists(page: str) -> None:
+    """Commands of shardkit with their options, options by themselves, and strategies."""
+    for line, text in _blocks.inline(page):
         try:
             _commands.check_inline(text)
-        except AssertionError as error:
+        except (AssertionError, ShardkitError) as error:
             error.add_note(f"{page}:{line}: {text}")
             raise
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        line.partition("Example: ")[2]
+        for _, command in _commands.commands()
+        for line in (command.help or "").splitlines()
+        if line.strip().startswith("Example: ")
+    ],
+)
+def test_the_example_in_a_commands_help_can_be_read(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _blocks.write_files("docs/workloads.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    _commands.check_line(line)
+
+
+def test_every_command_stands_in_the_documentation() -> None:
+    told = "\n".join(text for page in _blocks.pages() for _, text in _blocks.inline(page))
+    told += "\n".join(block.text for block in BLOCKS)
+    for path, command in _commands.commands():
+        assert isinstance(command, click.Group) or path in told, f"no page tells of {path!r}"
