@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.metadata
 import json
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ import yaml
 from shardkit import Strategy
 from shardkit.cli import main
 from shardkit.errors import ShardkitError
-from tests import _ahead
+from shardkit.testing import _ahead
 from tests.docs import _blocks, _commands, setups
 from tests.docs._blocks import Block, Program
 from tests.docs._run import launch, set_up
@@ -223,3 +226,19 @@ def test_every_command_stands_in_the_documentation() -> None:
     told += "\n".join(block.text for block in BLOCKS)
     for path, command in _commands.commands():
         assert isinstance(command, click.Group) or path in told, f"no page tells of {path!r}"
+
+
+def test_an_example_in_a_docstring_runs() -> None:
+    """It runs in the names of its module. One is indented, behind a line that ends with two colons."""
+    read = 0
+    for path in sorted((_blocks.ROOT / "shardkit").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                for example in re.findall(r"::\n\n((?:    .*\n|\n)+)", f"{ast.get_docstring(node) or ''}\n"):
+                    name = ".".join(path.relative_to(_blocks.ROOT).with_suffix("").parts)
+                    exec(
+                        compile(textwrap.dedent(example), str(path), "exec"), dict(vars(importlib.import_module(name)))
+                    )
+                    read += 1
+    assert read
