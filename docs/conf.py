@@ -33,7 +33,7 @@ smartquotes = False
 
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "benchmarks/**"]
-exclude_patterns = ["docs/examples", "docs/navigation.md", "**/.*"]
+exclude_patterns = ["docs/examples/*/*/**", "docs/navigation.md", "**/.*"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click"]
 source_suffix = {".md": "markdown"}
 
@@ -69,6 +69,7 @@ NAVIGATION = {
     "README": (ROOT / "docs/navigation.md").read_text(),
     "benchmarks/README": _FOLDER.format("results/*"),
     "docs/decisions/README": _FOLDER.format("0*"),
+    "docs/writing-a-backend": _FOLDER.format("examples/*/README") if (ROOT / "docs/examples").exists() else "",
 }
 """What stands at a page's end on the site alone. A page that is in none of these lists fails the build."""
 
