@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -138,7 +139,10 @@ def _run_command(words: list[str]) -> None:
         assert (main.main(words[1:], "shardkit", standalone_mode=False) or 0) in allowed
     else:
         assert words[0] == "torchrun"
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:]], check=False)
+        # The script takes what is given from tests.docs.
+        places = os.pathsep.join([str(_blocks.ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": places}, check=False)
         assert done.returncode == 0
         assert list(Path("checkpoints").iterdir())
 
