@@ -377,7 +377,7 @@ def _clean_registry() -> Iterator[None]:
 def test_a_control_that_is_no_engine_is_the_plugins_error() -> None:
     shardkit.register(Theirs("seven"), "theirs")
     model = W(1)
-    with pytest.raises(PluginError, match=r"shardkit_control of plugin 'theirs' .* returns 'seven', which is no Engine"):
+    with pytest.raises(PluginError, match=r"shardkit_control of plugin 'theirs' .* returns 'seven', which is no"):
         open_session(model, sgd(model), "theirs", control=True)
 
 
