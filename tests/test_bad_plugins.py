@@ -25,7 +25,8 @@ from shardkit.errors import PluginError
 from shardkit.testing import run
 from tests._bad_plugins import FAILING, HEAD, OTHER_HOOKS, UNDESCRIBED, UNPREPARED, WHOLE, Bad, install, install_all
 
-LISTED = ["ddp", "deepspeed", "fairscale"]
+LISTED = list(shardkit.backends())
+"""Those that are there without the bad ones."""
 
 
 def check(name: str, bad: Bad, message: str, kind: str = "PluginError") -> None:
@@ -206,6 +207,18 @@ def test_commands_show_the_broken_ones_with_the_reason_and_work_for_others(insta
     for name in ("footprint-text", "footprint-fails", "footprint-loose"):
         assert rows[name]["status"] == "refused"
         check(name, OTHER_HOOKS[name], rows[name]["note"])
+
+
+def test_a_distribution_that_is_half_gone_is_named_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "half", "1 / 0")
+    (tmp_path / "their_half-1.2.dist-info" / "METADATA").unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    listed = {backend["name"]: backend for backend in json.loads(invoke("backends", "--json"))}
+    assert listed["ddp"]["installed"]
+    assert "ZeroDivisionError" in listed["half"]["problem"]
+    assert str(tmp_path / "their_half-1.2.dist-info") in listed["half"]["problem"]
 
 
 def test_auto_takes_one_of_the_others(installed: Path) -> None:
