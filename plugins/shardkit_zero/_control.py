@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from shardkit import Strategy, Update
 from shardkit.control import ControlEngine
 from shardkit.optimizers import twin
+from shardkit_zero._library import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardkit.errors import UnsupportedError
 from shardkit.optimizers import reach
 from shardkit.owners import Part, raise_together
 from shardkit.parameters import sharing
 from shardkit_zero._footprint import IN_FLIGHT, PARCEL, SMALL
+from shardkit_zero._library import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
