@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardkit.optimizers import Attributes, reach, twin
-from tests.cases.optimizers import Distance, Estimate, Lamb, Noisy, Normalized, Signed
-from tests.cases.public import Lars, SignSGD
+from shardkit.testing.cases.optimizers import Distance, Estimate, Lamb, Noisy, Normalized, Signed
+from shardkit.testing.cases.public import Lars, SignSGD
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.testing import run
-from tests import _ahead
+from shardkit.testing import _ahead, run
 from tests.checkpoints._runs import (
     OPTIMIZERS,
     Job,

@@ -27,7 +27,7 @@ from shardkit.checkpoints._read import Reader
 from shardkit.cli import main
 from shardkit.errors import CheckpointError, InputError, PluginError
 from shardkit.testing import run
-from tests.cases._models import step
+from shardkit.testing.cases._models import step
 from tests.checkpoints import _libraries as libraries
 from tests.checkpoints._libraries import Chain, Odd, adamw
 

@@ -20,7 +20,7 @@ import shardkit
 from shardkit import Strategy
 from shardkit.errors import LaunchError
 from shardkit.testing import run
-from tests.cases._models import Two, W, assert_close, sgd, step
+from shardkit.testing.cases._models import Two, W, assert_close, sgd, step
 
 SIZES = [1, 2, 3, 5, 7, 16, 31, 64, 100, 127, 128, 255, 256, 511, 777, 1024, 1500, 2047, 3000, 4096]
 
@@ -108,7 +108,7 @@ def test_c81_what_was_trained_comes_back_from_a_launch(strategy: str) -> None:
 SCRIPT = """
 import sys, torch, shardkit
 sys.path.insert(0, {root!r})
-from tests.cases.test_processes import _train_one
+from tests.test_public_processes import _train_one
 for strategy in ("ddp", "fairscale", "deepspeed:stage=3"):
     assert torch.allclose(_train_one(strategy), torch.tensor([0.85]))
 print("done")

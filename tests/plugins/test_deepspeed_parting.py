@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardkit
 from shardkit.errors import StateError, UnsupportedError
 from shardkit.testing import run
-from tests.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
+from shardkit.testing.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
 
 
 def _twice(model: Any, rank: int, x: Tensor) -> Tensor:

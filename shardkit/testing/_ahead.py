@@ -15,7 +15,7 @@ _pool = ThreadPoolExecutor(WORKERS)
 _started: dict[Hashable, Future[Any]] = {}
 
 
-def result(key: Hashable, wanted: Iterable[Hashable], launch: Callable[..., Any]) -> Any:
+def result(key: tuple[Any, ...], wanted: Iterable[tuple[Any, ...]], launch: Callable[..., Any]) -> Any:
     """Return what ``launch(*key)`` gives, after starting it for all keys in ``wanted`` that weren't started yet."""
     for other in (key, *wanted):
         if (launch, other) not in _started:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import shardkit
-from shardkit import Session, Strategy
+from shardkit import Backend, Session, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,20 @@ class Prepare:
     folder: Path
 
     def __call__(self, model: nn.Module, optimizer: Any, **fields: Any) -> Session:
-        return shardkit.prepare(model, optimizer, dataclasses.replace(Strategy.parse(self.text), **fields))
+        strategy = dataclasses.replace(Strategy.parse(self.text), **fields)
+        if strategy.precision not in self.backend.precisions:
+            # That it is refused is a test of its own.
+            pytest.skip(f"backend {strategy.backend!r} doesn't declare precision {strategy.precision!r}")
+        return shardkit.prepare(model, optimizer, strategy)
+
+    @property
+    def backend(self) -> Backend:
+        return shardkit.backends()[Strategy.parse(self.text).backend]
+
+    @property
+    def shards(self) -> frozenset[str]:
+        """What the strategy's variant declares to be split over the ranks."""
+        return next((one.shards for one in self.backend.variants if one.strategy == self.text), frozenset())
 
 
 class W(nn.Module):
@@ -150,3 +164,49 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
     else:
         actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
         torch.testing.assert_close(actual, expected.to(actual), rtol=tolerance, atol=tolerance)
+
+
+Loss = Callable[[Any, int, int], Tensor]
+"""The loss of a module at a step on one part of the global batch."""
+
+
+def alone(model: nn.Module, loss: Loss, steps: int = 2, parts: int = 2, lr: float = 0.1) -> dict[str, Tensor]:
+    """Return the weights that plain SGD reaches in one process on the mean over all parts."""
+    optimizer = sgd(model, lr)
+    for index in range(steps):
+        optimizer.zero_grad()
+        (sum(loss(model, index, part) for part in range(parts)) / parts).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def together(session: Session, loss: Loss, steps: int = 2) -> dict[str, Tensor]:
+    """Return the weights that the session reaches on the same parts."""
+    for index in range(steps):
+        for micro in range(session.strategy.accumulate):
+            step(session, loss(session.model, index, micro * session.world_size + session.rank))
+    return session.full_weights()
+
+
+def assert_same_as_alone(
+    prepare: Prepare, build: Callable[[], nn.Module], loss: Loss, tolerance: float = 1e-6, **fields: Any
+) -> None:
+    """Raise unless two steps of SGD under the strategy give the weights of one process."""
+    expected = alone(build(), loss, parts=2 * fields.get("accumulate", 1))
+    model = build()
+    with prepare(model, sgd(model), **fields) as session:
+        assert_close(together(session, loss), expected, tolerance)
+
+
+def adamw(given: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW whose decay shows whether a parameter without a gradient was left alone."""
+    return torch.optim.AdamW(given, lr=1e-2, weight_decay=0.3, **settings)
+
+
+def heavy(given: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Return SGD whose momentum shows whether a gradient was none or zero."""
+    return torch.optim.SGD(given, lr=0.1, momentum=0.9, weight_decay=0.1, **settings)
+
+
+def mean_square(model: nn.Module, index: int, part: int) -> Tensor:
+    return model(batch(index, part)).square().mean()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardkit import Strategy
 from shardkit.errors import InputError, NonFiniteError
-from tests.cases._models import Prepare, Two, W, assert_close, batch, mlp, sgd, step
-from tests.cases._table import case
+from shardkit.testing.cases._models import Prepare, Two, W, assert_close, batch, mlp, sgd, step
+from shardkit.testing.cases._table import case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -237,7 +237,7 @@ def outputs_in_float32_keep_their_type(prepare: Prepare, rank: int) -> None:
             assert step(session, loss)
 
 
-@case(left_out={"deepspeed*": "its modules can't be copied while they are prepared, in any precision"}, raw=False)
+@case(or_refused=True, raw=False)
 def a_copy_of_the_module_runs_by_itself(prepare: Prepare, rank: int) -> None:
     model = Shown()
     with prepare(model, sgd(model), precision="bf16") as session:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import shardkit
 from shardkit import Session, Strategy
 from shardkit.testing import run
-from tests.cases._models import Two, W, assert_close, batch, mlp, sgd, step
+from shardkit.testing.cases._models import Two, W, assert_close, batch, mlp, sgd, step
 from tests.parity.models import MODELS, Model
 from tests.parity.tolerances import HALF_WEIGHTS_OVER_AUTOCAST
 

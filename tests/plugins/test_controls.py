@@ -19,7 +19,7 @@ from shardkit._prepare import open_session
 from shardkit._registry import _manager, _registered
 from shardkit.errors import InputError, MissingLibraryError, PluginError, ShardkitError, UnsupportedError
 from shardkit.testing import run
-from tests.cases._models import W, sgd
+from shardkit.testing.cases._models import W, sgd
 
 DEEPSPEED = (
     *(f"deepspeed:stage={stage}" for stage in range(4)),
