@@ -1,0 +1,7 @@
+"""Backend zero."""
+
+from shardkit.testing import BackendSuite
+
+
+class TestZero(BackendSuite):
+    backend = "zero"
