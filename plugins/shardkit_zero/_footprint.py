@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
@@ -27,7 +28,7 @@ class ZeroFootprint(ReplicatedFootprint):
 
     def __init__(self, model: ModelSize, *, bucket_cap_mb: float | None, overlap: bool) -> None:
         super().__init__(model, bucket_cap_mb=bucket_cap_mb, overlap=overlap)
-        own = max(owned(model.parameters, model.world_size), key=lambda part: sum(value.nbytes for value in part))
+        own = max(owned(model.parameters, model.world_size), key=_stepped_bytes)
         self._stepped = [Stepped(value.shape, value.name) for value in own if value.trainable]
         small = sum(value.nbytes for value in model.parameters if value.updated and value.nbytes < SMALL)
         self._sent = min(IN_FLIGHT, small) if model.world_size > 1 else 0
@@ -42,10 +43,14 @@ class ZeroFootprint(ReplicatedFootprint):
 def owned(parameters: Sequence[ParameterSize], world_size: int) -> list[list[ParameterSize]]:
     """Return the parameters that each rank owns: as torch does it, the largest first, each to the emptiest rank."""
     parts: list[list[ParameterSize]] = [[] for _ in range(world_size)]
-    sizes = [0] * world_size
+    ranks = [(0, rank) for rank in range(world_size)]
     for value in sorted(parameters, key=lambda value: value.elements, reverse=True):
         if value.updated:
-            rank = sizes.index(min(sizes))
+            size, rank = ranks[0]
             parts[rank].append(value)
-            sizes[rank] += value.elements
+            heapq.heapreplace(ranks, (size + value.elements, rank))
     return parts
+
+
+def _stepped_bytes(part: Sequence[ParameterSize]) -> int:
+    return sum(value.nbytes for value in part if value.trainable)
