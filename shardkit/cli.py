@@ -18,6 +18,7 @@ from shardkit.bench.cli import max_batch
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
 from shardkit.planner.cli import plan
+from shardkit.testing.cli import conformance
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -290,6 +291,7 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 
 main.add_command(bench)
+main.add_command(conformance)
 main.add_command(max_batch)
 main.add_command(parity)
 main.add_command(plan)

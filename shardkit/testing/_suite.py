@@ -46,6 +46,19 @@ ON_OTHER_SIZES = (
 preload("pytest", "transformers.models.t5.modeling_t5", "transformers.models.gpt2.modeling_gpt2")
 
 
+class NonconformingError(pytest.fail.Exception):  # type: ignore[name-defined,misc]
+    """A test of the suite that a backend fails: what it did, what is right, and the page that says why."""
+
+    def __init__(
+        self, backend: str, strategy: str, sentence: str, did: str, right: str, page: str, trace: str = ""
+    ) -> None:
+        self.did, self.right, self.page = did, right, page
+        where = f" under {strategy!r}" if strategy and strategy != backend else ""
+        head = f"backend {backend!r}{where}" + (f": {sentence}" if sentence else "")
+        lines = [head, f"  what it did:   {did}", f"  what is right: {right}", f"  why:           {page}"]
+        super().__init__("\n".join([*lines, *([trace.rstrip()] if trace else [])]), pytrace=False)
+
+
 class BackendSuite:
     """What every backend must do right, or refuse. Inherit it, and name the backend::
 
@@ -124,7 +137,10 @@ class BackendSuite:
 
     def test_case(self, strategy: str, case: str, request: pytest.FixtureRequest) -> None:
         """The case holds under the strategy, or is refused where it may be."""
-        self._judge(load_cases()[case], strategy, self._outcomes(strategy, case, request)[case])
+        found = self._outcomes(strategy, case, request)[case]
+        self._judge(load_cases()[case], strategy, found)
+        if found[0].kind == "refused":
+            request.node.user_properties.append(("refused", found[0].message))
 
     def test_holds_on_one_and_on_three_ranks(
         self, strategy: str, world_size: int, request: pytest.FixtureRequest
@@ -258,10 +274,7 @@ class BackendSuite:
         trace: str = "",
     ) -> None:
         if not holds:
-            where = f" under {strategy!r}" if strategy and strategy != self.backend else ""
-            head = f"backend {self.backend!r}{where}" + (f": {sentence}" if sentence else "")
-            lines = [head, f"  what it did:   {did}", f"  what is right: {right}", f"  why:           {PAGE}#{section}"]
-            pytest.fail("\n".join([*lines, *([trace.rstrip()] if trace else [])]), pytrace=False)
+            raise NonconformingError(self.backend, strategy, sentence, did, right, f"{PAGE}#{section}", trace)
 
     def _held(self, strategy: str) -> tuple[Held, float, float]:
         self._require_library()
