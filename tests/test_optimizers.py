@@ -9,7 +9,7 @@ import torch
 
 from shardkit.optimizers import Attributes, reach, twin
 from shardkit.testing.cases.optimizers import Distance, Estimate, Lamb, Noisy, Normalized, Signed
-from shardkit.testing.cases.public import Lars, SignSGD
+from shardkit.testing.cases.surroundings import Lars, SignSGD
 
 
 def parameters() -> list[torch.nn.Parameter]:
