@@ -97,8 +97,7 @@ class Shards(ZeroRedundancyOptimizer):
                 held += whole.nbytes
             while sent and held > IN_FLIGHT:
                 held -= _arrived(*sent.popleft())
-            # Complex numbers travel as pairs of real ones: gloo has no complex type.
-            work = dist.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, owner, async_op=True)
+            work = dist.broadcast(whole, owner, async_op=True)
             assert work is not None
             sent.append((work, whole, parcel))
         for item in sent:

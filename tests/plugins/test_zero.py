@@ -32,13 +32,14 @@ class Mixed(nn.Module):
         self.wide = nn.Parameter(torch.randn(5, dtype=torch.float64))
         self.pairs = nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.turned = nn.Parameter(torch.randn(3, 7).t())
+        self.gaps = nn.Parameter(torch.randn(300, 600)[:, ::2])
         self.scalar = nn.Parameter(torch.tensor(2.0))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         # More than what travels together, and more than what may be on its way.
         self.small = nn.ParameterList(torch.randn(200, 200) for _ in range(40))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [self.conv(x), self.large, self.wide, self.pairs.abs(), self.turned, self.scalar, self.empty]
+        parts = [self.conv(x), self.large, self.wide, self.pairs.abs(), self.turned, self.gaps, self.scalar, self.empty]
         return sum((part.double().square().sum() * (1 + x.mean()) for part in [*parts, *self.small]), torch.zeros(()))
 
 
