@@ -64,8 +64,9 @@ def record(strategy: str, jobs: Mapping[str, Run], world_size: int = 2, folder: 
 def _launch(strategy: str, jobs: Mapping[str, Run], world_size: int, made: Path, folder: Path | None) -> Outcomes:
     broke = ""
     try:
-        timeout = CASE_SECONDS * (len(jobs) + 1)
-        run(_run, strategy, dict(jobs), made, folder or made, processes=world_size, timeout=timeout)
+        # Each rank ends by itself if it hangs: this is for one that can't.
+        timeout = CASE_SECONDS * len(jobs) + 60
+        run(_run, strategy, dict(jobs), CASE_SECONDS, made, folder or made, processes=world_size, timeout=timeout)
     except LaunchError as error:
         broke = str(error)
     found: Outcomes = {}
@@ -87,12 +88,12 @@ def _lost(made: Path, rank: int, broke: str) -> Outcome:
     return Outcome("lost", told=Told(did, "an answer, or an error, on every rank"), trace=trace or broke)
 
 
-def _run(strategy: str, jobs: Mapping[str, Run], made: Path, folder: Path) -> None:
+def _run(strategy: str, jobs: Mapping[str, Run], seconds: float, made: Path, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     with open(made / f"stack-{rank}", "w") as stack:
         for index, (name, job) in enumerate(jobs.items()):
             # A hang inside a collective ends by no exception: only the process can.
-            faulthandler.dump_traceback_later(CASE_SECONDS, exit=True, file=stack)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=stack)
             # A library that collects garbage at each start need not walk through what earlier cases left to keep.
             gc.collect()
             gc.freeze()

@@ -39,7 +39,8 @@ def seen(error: AssertionError) -> Told:
         code = found.tb_frame.f_code
         if "/testing/cases/" in code.co_filename:
             if code.co_name == "assert_close":
-                return difference(found.tb_frame.f_locals)
+                told = difference(found.tb_frame.f_locals)
+                return Told(", ".join([told.did, *getattr(error, "__notes__", [])]), told.right)
             line = traceback.extract_tb(found)[0].line or ""
             line += _left_side(line, found.tb_frame)
         found = found.tb_next

@@ -10,15 +10,12 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
-from shardkit._backend import Backend, option_fields
+from shardkit._backend import PARTS, PRECISIONS, Backend, option_fields
 from shardkit._options import type_name
 from shardkit.errors import MissingLibraryError, PluginError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-PARTS = ("parameters", "gradients", "optimizer")
 
 
 def listing() -> list[dict[str, Any]]:
@@ -40,6 +37,18 @@ def listing() -> list[dict[str, Any]]:
         except MissingLibraryError as error:
             problem = str(error)
         found.append({"name": name, "origin": origin, "installed": not problem, "problem": problem, **_facts(backend)})
+    return found
+
+
+def wrappers() -> list[str]:
+    """Return a line for each installed plugin that wraps all backends, or why it can't."""
+    found = []
+    for claim in _registry.wrappers():
+        try:
+            _registry.load(claim)
+            found.append(f"every backend is wrapped by {claim.name} ({claim.origin})")
+        except PluginError as error:
+            found.append(f"no backend can be used: {error}")
     return found
 
 
@@ -108,7 +117,7 @@ def _facts(backend: Backend) -> dict[str, Any]:
         "version": _version(backend),
         "install": backend.install,
         "devices": sorted(backend.devices),
-        "precisions": [name for name in ("fp32", "bf16", "fp16") if name in backend.precisions],
+        "precisions": [name for name in PRECISIONS if name in backend.precisions],
         "variants": [
             {
                 "strategy": variant.strategy,

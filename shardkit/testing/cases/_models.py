@@ -143,7 +143,8 @@ def same_as_alone(
             try:
                 assert_close(weights, dict(other.state_dict()), tolerance)
             except AssertionError as error:
-                raise AssertionError(f"after step {index + 1}: {error}") from None
+                error.add_note(f"after step {index + 1}")
+                raise
     return weights
 
 
