@@ -53,6 +53,8 @@ class Variant:
     ``shards`` and ``offloads`` name what is split over the ranks and what lives in host memory: of ``"parameters"``,
     ``"gradients"`` and ``"optimizer"``. ``speed`` is how many samples per second it trained, when its author measured
     it, over those of DistributedDataParallel in the same run; the planner goes by it to take the fastest that fits.
+    ``devices`` are those of the backend's on which it runs, all of them if None; ``elsewhere`` says why not on others,
+    and what does the same there.
     """
 
     strategy: str
@@ -60,6 +62,8 @@ class Variant:
     shards: frozenset[str] = frozenset()
     offloads: frozenset[str] = frozenset()
     speed: float | None = None
+    devices: frozenset[str] | None = None
+    elsewhere: str = ""
 
     def __post_init__(self) -> None:
         _check_text(self.strategy, "field 'strategy' of a Variant")
@@ -70,6 +74,9 @@ class Variant:
         speed = self.speed
         if speed is not None and not (_is_number(speed) and speed > 0 and math.isfinite(speed)):
             raise PluginError(f"field 'speed' {of} is above 0 and finite, or None, not {speed!r}")
+        if self.devices is not None:
+            _check_words(self.devices, DEVICES, f"field 'devices' {of}")
+        _check_text(self.elsewhere, f"field 'elsewhere' {of}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +118,12 @@ class Backend:
         _check_items(self.environment, tuple, str, f"field 'environment' {of}", "('MYLIBRARY_',)")
         if not (isinstance(self.options, type) and dataclasses.is_dataclass(self.options)):
             raise PluginError(f"field 'options' {of} is a frozen dataclass, the class itself, not {self.options!r}")
+
+    def variants_on(self, device: str) -> tuple[Variant, ...]:
+        """Return those variants that run on a kind of device, such as ``"cpu"``."""
+        if device not in self.devices:
+            return ()
+        return tuple(one for one in self.variants if one.devices is None or device in one.devices)
 
 
 def option(default: Any, doc: str, *, unit: str | None = None) -> Any:

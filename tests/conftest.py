@@ -60,5 +60,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             missing = backend.library is not None and importlib.util.find_spec(backend.library) is None
             reason = f"{backend.library} is not installed: {backend.install}"
             marks = [pytest.mark.skipif(missing, reason=reason)]
-            arms += [pytest.param(variant.strategy, marks=marks, id=variant.strategy) for variant in backend.variants]
+            arms += [
+                pytest.param(variant.strategy, marks=marks, id=variant.strategy)
+                for variant in backend.variants_on("cpu")
+            ]
         metafunc.parametrize("strategy", arms)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from shardkit import _registry
-from shardkit._backend import Backend, Variant
+from shardkit._backend import Backend
+from shardkit._checks import check_fit, variant_of
 from shardkit._footprint import Footprint, ModelSize, Stepped
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
@@ -84,9 +87,7 @@ class _Planner:
         try:
             backend = _registry.describe(strategy.backend)
             options = typed_options(backend, strategy.options)
-            if strategy.precision not in backend.precisions:
-                known = ", ".join(sorted(backend.precisions))
-                return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
+            check_fit(backend, strategy, torch.device(self._task.device))
             footprint = _footprint(self._model, backend, strategy, options)
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
@@ -97,7 +98,7 @@ class _Planner:
             fresh = _footprint(self._model, backend, strategy, options)
             return _peak(fresh, strategy, profile, cost, self._owners, self._subject.buffers)
 
-        speed = _variant(backend, strategy).speed
+        speed = variant_of(backend, strategy).speed
         memory, batch = self._task.memory, self._task.batch
         first = peak(curve.exactly(1))
         if memory is None:
@@ -143,7 +144,7 @@ def planned(
     peak = _peak(footprint, strategy, profile, cost(_stepped(footprint, strategy)), owners, extra)
     short = 0 if memory is None else max(0, peak.total - memory)
     points = [(profile.batch, peak.total)]
-    speed = _variant(backend, strategy).speed
+    speed = variant_of(backend, strategy).speed
     return _row(strategy, speed, "short" if short else "fits", peak, profile.batch, points, short=short)
 
 
@@ -170,16 +171,8 @@ def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: 
     told = _registry.footprint(backend.name, model, strategy, options)
     if told is not None:
         return told
-    variant = _variant(backend, strategy)
+    variant = variant_of(backend, strategy)
     return DeclaredFootprint(model, shards=variant.shards, offloads=variant.offloads)
-
-
-def _variant(backend: Backend, strategy: Strategy) -> Variant:
-    """Return the variant that a strategy is one of, going by its options; the backend's first where it is none."""
-    texts = {variant: Strategy.parse(variant.strategy).options for variant in backend.variants}
-    asked = {name: str(value) for name, value in strategy.options.items()}
-    fitting = [variant for variant, options in texts.items() if options.items() <= asked.items()]
-    return max(fitting, key=lambda variant: len(texts[variant]), default=backend.variants[0])
 
 
 def _row(

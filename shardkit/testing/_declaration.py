@@ -70,6 +70,10 @@ def _devices(backend: Backend) -> Asked:
     strategy = Strategy(backend.name)
     for kind in sorted({"cpu", "cuda", "xpu", "mps"} - backend.devices):
         yield f"device {kind}", partial(check_fit, backend, strategy, torch.device(kind))
+    for variant in backend.variants:
+        for kind in sorted(backend.devices - (backend.devices if variant.devices is None else variant.devices)):
+            parsed = Strategy.parse(variant.strategy)
+            yield f"{variant.strategy} on {kind}", partial(check_fit, backend, parsed, torch.device(kind))
 
 
 def _prepare(backend: Backend, options: dict[str, Any], **fields: Any) -> object:

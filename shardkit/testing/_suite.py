@@ -193,7 +193,7 @@ class BackendSuite:
         return describe(name)
 
     def _variants(self) -> list[str]:
-        return [variant.strategy for variant in self._declared().variants]
+        return [variant.strategy for variant in self._declared().variants_on("cpu")]
 
     def _require_library(self) -> None:
         backend = self._declared()
@@ -351,8 +351,8 @@ def _others(backend: str) -> list[str]:
     """Return a strategy of each other backend that can run here: the one that splits most."""
     found = []
     for name, other in shardkit.backends().items():
-        if name != backend and "cpu" in other.devices and _is_there(other):
-            found.append(max(other.variants, key=lambda variant: len(variant.shards)).strategy)
+        if name != backend and other.variants_on("cpu") and _is_there(other):
+            found.append(max(other.variants_on("cpu"), key=lambda variant: len(variant.shards)).strategy)
     return found
 
 

@@ -86,7 +86,8 @@ def tables(found: list[dict[str, Any]]) -> list[Any]:
             problems.append(Text.assemble((f"{name}: ", "bold"), backend["problem"]))
         for variant in backend["variants"]:
             parts = (", ".join(variant[key]) or "-" for key in ("shards", "offloads"))
-            row = (variant["strategy"].replace(",", ",\n  "), *parts, variant["summary"])
+            only = f"on {', '.join(variant['devices'])} only: " if variant["devices"] != backend["devices"] else ""
+            row = (variant["strategy"].replace(",", ",\n  "), *parts, only + variant["summary"])
             variants.add_row(*(Text(text, "" if backend["installed"] else "dim") for text in row))
         used = f"{backend['library']} {backend['version'] or ''}" if backend.get("library") else "torch alone"
         lists = (", ".join(backend.get(key, [])) for key in ("devices", "precisions"))
@@ -124,6 +125,8 @@ def _facts(backend: Backend) -> dict[str, Any]:
                 "summary": variant.summary,
                 "shards": [part for part in PARTS if part in variant.shards],
                 "offloads": [part for part in PARTS if part in variant.offloads],
+                "devices": sorted(backend.devices if variant.devices is None else variant.devices),
+                "elsewhere": variant.elsewhere,
             }
             for variant in backend.variants
         ],

@@ -20,7 +20,7 @@ Cells = dict[str, dict[str, str]]
 
 def strategies() -> list[str]:
     """Return every variant of every declared backend."""
-    return [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
+    return [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")]
 
 
 def missing_libraries() -> list[str]:

@@ -21,7 +21,9 @@ from shardkit.testing.cases._table import case
 
 @case(raw=False)
 def every_strategy_goes_on_with_the_weights_of_the_one_before(prepare: Prepare, rank: int) -> None:
-    strategies = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
+    strategies = [
+        variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")
+    ]
     first = strategies.index(prepare.text)
     reference, model = mlp(), mlp()
     expected = train_alone(reference, sgd(reference), steps=len(strategies) + 1, parts=2)
