@@ -150,6 +150,12 @@ class Group(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         seen = self.shared.seen
         found = self.touched
+        if not self.shared.running:
+            # Another session's backward, which came through this module, or the user's own: what it left in the
+            # parameters is whole, and counts if it is there in the next backward of this session.
+            self._training_state = TrainingState.POST_BACKWARD
+            self.reshard()
+            return
         for held in self.fsdp_params:
             gradient = held.value.grad
             if gradient is not None:
