@@ -49,7 +49,8 @@ class Lockstep:
     the others don't: they wait for it in a collective, look whether it stands at a gate, and let it know. For that
     their collectives must be :func:`watched` gathers and those of :func:`reduce_scatter`.
 
-    ``names`` are those of the places, which go by their numbers in it. To make one is collective.
+    ``names`` are those of the places, which go by their numbers in it; above the lower 32 bits a number may say more of
+    what is done there. To make one is collective.
     """
 
     def __init__(self, names: Sequence[str], words: Words) -> None:
@@ -97,7 +98,7 @@ class Lockstep:
         dist.destroy_process_group(self._group)
 
     def _name(self, place: int) -> str:
-        return "the end of its backward" if place == _END else self._names[place]
+        return "the end of its backward" if place == _END else self._names[place % 2**32]
 
 
 def broken() -> bool:

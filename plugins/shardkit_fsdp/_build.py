@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DRIVEN = {
     FSDPParam: "init_unsharded_param to_sharded to_unsharded alloc_all_gather_outputs _setattr_on_modules "
-    "reset_sharded_param _get_grad_inner_tensor unsharded_zero_grad_data",
+    "reset_sharded_param _get_grad_inner_tensor",
     FSDPParamGroup: "unshard wait_for_unshard reshard _to_sharded pre_forward post_forward pre_backward post_backward "
     "finalize_backward _record_post_forward _reset_iter_state",
     FSDPState: "_register_root_post_backward_final_callback _register_pre_backward_hook _lazy_init _pre_backward "

@@ -36,6 +36,8 @@ class Held(FSDPParam):
     local: Tensor
     """This rank's shard, flat."""
     plain: type
+    trains: bool
+    """Whether its gradient is averaged: since it was trainable."""
     kind: type
     """The class of the parameter while it is in shards."""
 
@@ -55,6 +57,7 @@ class Held(FSDPParam):
         number = torch.nan if value.is_floating_point() or value.is_complex() else 0
         self._stub = torch.full((), number, dtype=padded.dtype, device=self.device).expand(shape)
         self._unsharded_param = value
+        self.trains = value.requires_grad
         self.plain = type(value)
         self.kind = sharded_kind(self.plain)
         value._shardkit_held = self  # type: ignore[attr-defined]
@@ -121,6 +124,6 @@ class Held(FSDPParam):
         # A 0-dim parameter is one of one element to fully_shard.
         return grad.view(1) if grad.dim() == 0 else grad
 
-    @property
-    def unsharded_zero_grad_data(self) -> Tensor:
-        return torch.zeros(self._orig_size, dtype=self.local.dtype, device=self.device)
+    def zeros(self) -> Tensor:
+        """Return a gradient of zeros."""
+        return torch.zeros(self.shape, dtype=self.local.dtype, device=self.device)

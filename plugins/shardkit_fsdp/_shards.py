@@ -120,7 +120,7 @@ class Shards:
             group.__class__ = Group
             group.take(self.shared, state, number)
             self.groups.append(group)
-            group.reduce_scatter_unused_params = True
+            group.reduce_scatter_unused_params = False
             # One sum, divided after: what AVG is where there is one.
             group.force_sum_reduction_for_comms = True
             group.gradient_divide_factor = None

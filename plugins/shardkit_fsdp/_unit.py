@@ -45,9 +45,11 @@ class Group(FSDPParamGroup):
     fsdp_params: list[Held]
     touched: bool
     """Whether a backward came to it."""
+    thawed: int
+    """How many parameters were thawed that were frozen at first."""
 
     def take(self, shared: Shared, state: State, number: int) -> None:
-        self.shared, self.state, self.number, self.touched = shared, state, number, False
+        self.shared, self.state, self.number, self.touched, self.thawed = shared, state, number, False, 0
 
     @property
     def is_whole(self) -> bool:
@@ -148,16 +150,20 @@ class Group(FSDPParamGroup):
         self.show()
 
     def post_backward(self, *unused: Any) -> None:
-        seen = self.shared.seen
-        found = self.touched
         if not self.shared.running:
             # Another session's backward, which came through this module, or the user's own: what it left in the
             # parameters is whole, and counts if it is there in the next backward of this session.
             self._training_state = TrainingState.POST_BACKWARD
             self.reshard()
             return
+        found = self.touched
+        seen = self.shared.seen
         for held in self.fsdp_params:
             gradient = held.value.grad
+            if held.value.requires_grad and not held.trains:
+                # Thawed since; on all ranks, or they part at a gate.
+                held.trains = True
+                self.thawed += 1
             if gradient is not None:
                 found = True
                 seen[held.index] = 1
@@ -168,7 +174,11 @@ class Group(FSDPParamGroup):
             self._training_state = TrainingState.POST_BACKWARD
             self.reshard()
             return
-        self._enter(2)
+        for held in self.fsdp_params:
+            if held.trains and held.value.grad is None:
+                # Another rank may have one.
+                held.value.grad = held.zeros()
+        self._enter(2 + (self.thawed << 32))
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
