@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardkit import Backend, Engine, Strategy, Variant, hookimpl
+from shardkit import Backend, Engine, Footprint, ModelSize, Strategy, Variant, hookimpl
 from shardkit_fsdp._options import FSDPOptions
 
 if TYPE_CHECKING:
@@ -41,3 +41,17 @@ def shardkit_prepare(
     from shardkit_fsdp._build import build
 
     return None if optimizer is None else build(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FSDPOptions) -> Engine:
+    from shardkit_fsdp._control import build
+
+    return build(model, optimizer, strategy, options)
+
+
+@hookimpl
+def shardkit_footprint(model: ModelSize, strategy: Strategy, options: FSDPOptions) -> Footprint:
+    from shardkit_fsdp._footprint import FSDPFootprint
+
+    return FSDPFootprint(model, options)

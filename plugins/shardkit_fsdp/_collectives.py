@@ -24,18 +24,14 @@ class Gather(_Allocation):
     """What fully_shard gathers with over gloo, which knows neither complex numbers nor an end of its patience."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return _gather(
-            output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op
-        )
+        return _gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
 
 
 class Scatter(_Allocation):
     """What fully_shard averages gradients with over gloo: in the memory of what it is given, of which it has no need
     then."""
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if input_tensor.is_complex():
             output_tensor, input_tensor = torch.view_as_real(output_tensor), torch.view_as_real(input_tensor)
         return reduce_scatter_in_place(output_tensor, input_tensor, op, group=group, async_op=async_op)

@@ -313,14 +313,10 @@ class FSDPEngine(Engine):
         return self._twin
 
     def weight_shards(self) -> list[Shard]:
-        return [
-            Shard(self._names[id(held.value)], held.start, held.local) for held in self._held if held.local.numel()
-        ]
+        return [Shard(self._names[id(held.value)], held.start, held.local) for held in self._held if held.local.numel()]
 
     def state_shards(self) -> list[Shard]:
-        return [
-            Shard(self._names[id(held.value)], held.start, leaf) for pairs in self._trained for held, leaf in pairs
-        ]
+        return [Shard(self._names[id(held.value)], held.start, leaf) for pairs in self._trained for held, leaf in pairs]
 
     def restart(self) -> None:
         self._shared.whole = False

@@ -19,29 +19,148 @@ _INSTEAD = "use fairscale or ddp"
 # Properties whose values are elements and not facts.
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _FACTS = frozenset(
-    """size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference get_device
-    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_contiguous stride storage_offset
-    __hash__ __len__ has_names is_same_size is_floating_point is_complex numel _is_view dim_order is_same_size
-    result_type can_cast broadcast_tensors get_default_dtype is_tensor is_storage is_conj is_neg is_nonzero_
-    _is_zerotensor is_distributed is_shared is_pinned""".split()
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "is_contiguous",
+        "stride",
+        "storage_offset",
+        "__hash__",
+        "__len__",
+        "has_names",
+        "is_same_size",
+        "is_floating_point",
+        "is_complex",
+        "numel",
+        "_is_view",
+        "dim_order",
+        "is_same_size",
+        "result_type",
+        "can_cast",
+        "broadcast_tensors",
+        "get_default_dtype",
+        "is_tensor",
+        "is_storage",
+        "is_conj",
+        "is_neg",
+        "is_nonzero_",
+        "_is_zerotensor",
+        "is_distributed",
+        "is_shared",
+        "is_pinned",
+    ]
 )
 # In place, element by element: each rank does it to its own.
 _ELEMENTWISE = frozenset(
-    """copy_ mul_ add_ sub_ div_ fill_ zero_ lerp_ clamp_ clamp_min_ clamp_max_ neg_ abs_ sqrt_ square_ pow_ addcmul_
-    addcdiv_ masked_fill_ nan_to_num_ sign_ exp_ log_ round_ multiply_ subtract_ divide_ clip_""".split()
+    [
+        "copy_",
+        "mul_",
+        "add_",
+        "sub_",
+        "div_",
+        "fill_",
+        "zero_",
+        "lerp_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "neg_",
+        "abs_",
+        "sqrt_",
+        "square_",
+        "pow_",
+        "addcmul_",
+        "addcdiv_",
+        "masked_fill_",
+        "nan_to_num_",
+        "sign_",
+        "exp_",
+        "log_",
+        "round_",
+        "multiply_",
+        "subtract_",
+        "divide_",
+        "clip_",
+    ]
 )
 # What leaves the device or the graph is done for a look, often on one rank.
 _LOOKS = frozenset(
-    """cpu cuda numpy tolist item to double float half bfloat16 type data_ptr storage untyped_storage __array__
-    __reduce_ex__ __deepcopy__ share_memory_ pin_memory __dlpack__ __contains__ __bool__ __float__ __int__ _typed_storage
-    is_set_to equal __format__""".split()
+    [
+        "cpu",
+        "cuda",
+        "numpy",
+        "tolist",
+        "item",
+        "to",
+        "double",
+        "float",
+        "half",
+        "bfloat16",
+        "type",
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+        "__array__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "share_memory_",
+        "pin_memory",
+        "__dlpack__",
+        "__contains__",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "_typed_storage",
+        "is_set_to",
+        "equal",
+        "__format__",
+    ]
 )
 # Layers, which may run without gradients too.
 _LAYERS = frozenset({"torch.nn.functional", "torch._C._nn", "torch.nn.modules"})
 _LAYER_NAMES = frozenset(
-    """linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm rms_norm
-    batch_norm group_norm instance_norm matmul mm bmm addmm baddbmm addbmm mv dot einsum bilinear prelu __matmul__
-    __rmatmul__ native_layer_norm""".split()
+    [
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "embedding",
+        "layer_norm",
+        "rms_norm",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "dot",
+        "einsum",
+        "bilinear",
+        "prelu",
+        "__matmul__",
+        "__rmatmul__",
+        "native_layer_norm",
+    ]
 )
 
 
@@ -111,10 +230,10 @@ def alias(held: Held) -> Tensor:
 @cache
 def sharded_kind(kind: type) -> type:
     """Return the class that parameters of a class have while they are in shards."""
-    members = {
-        name: vars(Sharded)[name] for name in ("__torch_function__", "__deepcopy__", "__reduce_ex__")
-    }
-    made: type = type(kind)(kind.__name__, (Sharded, kind), {**members, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    members = {name: vars(Sharded)[name] for name in ("__torch_function__", "__deepcopy__", "__reduce_ex__")}
+    made: type = type(kind)(
+        kind.__name__, (Sharded, kind), {**members, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    )
     return made
 
 

@@ -58,9 +58,7 @@ class Shards:
         names = {part: name for name, part in model.named_modules()}
         places = [repr(names[part]) if names[part] else type(model).__name__ for part in [*chosen, model]]
         if dist.get_world_size() > 1:
-            self.lockstep = Lockstep(
-                [f"{what}{name}{when}" for name in places for what, when in _ACTS], _WORDS
-            )
+            self.lockstep = Lockstep([f"{what}{name}{when}" for name in places for what, when in _ACTS], _WORDS)
         self.shared = Shared(len(self.names), self.lockstep)
         try:
             self._shard(chosen, options)
@@ -207,8 +205,12 @@ def by_dtype(model: nn.Module, chosen: list[nn.Module], ignored: set[nn.Paramete
             if any(part in other.modules() for other in found):
                 continue
             kinds = {v.dtype for v in part.parameters() if v not in ignored and _is_number(v.dtype)}
-            if main in kinds and len(kinds) > 1 and any(
-                v is not None and v.dtype is not main and _is_number(v.dtype) for v in part._parameters.values()
+            if (
+                main in kinds
+                and len(kinds) > 1
+                and any(
+                    v is not None and v.dtype is not main and _is_number(v.dtype) for v in part._parameters.values()
+                )
             ):
                 raise UnsupportedError(
                     f"backend 'fsdp' gathers parameters of one type together, and a {type(part).__name__} holds some "
