@@ -63,7 +63,7 @@ class ControlEngine(Engine):
         originals = dict(model.named_parameters())
         for unit in [*units(model, options.wrap), model]:
             fully_shard(unit, **settings)
-        self._new = {name: value for name, value in model.named_parameters()}
+        self._new = dict(model.named_parameters())
         assert list(self._new) == before
         replaced = {id(originals[name]): value for name, value in self._new.items()}
         # The session refuses steps of the user's optimizer that aren't its own, so the DTensors get another.
@@ -131,6 +131,7 @@ class ControlEngine(Engine):
     def close(self) -> None:
         whole = {name: _whole(value) for name, value in self._new.items()}
         by_id = {id(self._originals[name]): value for name, value in whole.items()}
+        self._restore.hooks()
         self._restore.undo()
         for part, name, value in self._places:
             part._parameters[name] = value

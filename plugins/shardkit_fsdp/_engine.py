@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardkit import Engine, Shard, Strategy, Update
 from shardkit.errors import InputError, StateError, UnsupportedError
-from shardkit.gradients import norms, unscale
+from shardkit.gradients import gradients, norms, unscale
 from shardkit.lockstep import broken
 from shardkit.optimizers import Attributes, twin
 from shardkit_fsdp._shards import Shards
@@ -197,7 +197,7 @@ class FSDPEngine(Engine):
         if not moved:
             return
         if self._max_norm is not None and norm + 1e-6 > self._max_norm:
-            torch._foreach_mul_([leaf.grad for leaf in moved], self._max_norm / (norm + 1e-6))
+            torch._foreach_mul_(gradients(moved), self._max_norm / (norm + 1e-6))
         try:
             for own, _, taken in groups:
                 own["params"] = taken

@@ -40,6 +40,19 @@ class Restore:
             part.__dict__.update(__deepcopy__=refuse_copy, __reduce_ex__=refuse_copy)
         self._added = [(part, set(vars(part)) - before) for part, before in self._before]
 
+    def hooks(self) -> None:
+        """Take note of the hooks that fully_shard has put on the parts by now."""
+        for part, _ in self._before:
+            found = _module_state_mapping.get(part)
+            state: Any = None if found is None else found()
+            if state is None:
+                continue
+            self.handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+            for group in state._fsdp_param_groups:
+                self.handles += group._module_to_pre_save_state_dict_hook_handle.values()
+                self.handles += group._module_to_pre_load_state_dict_hook_handle.values()
+                self.handles += [record._post_load_hook_handle for record in group.fsdp_params]
+
     def wrap(self, part: nn.Module, name: str, context: Callable[[], AbstractContextManager[None]]) -> None:
         """Have a method of the user's module run within a context."""
         plain = getattr(part, name, None)

@@ -7,164 +7,62 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from shardkit_fsdp._held import Held
 
+    _Tensor = Tensor
+else:
+    _Tensor = object
+
 _INSTEAD = "use fairscale or ddp"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 # Properties whose values are elements and not facts.
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_FACTS = frozenset(
-    [
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_inference",
-        "get_device",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "is_contiguous",
-        "stride",
-        "storage_offset",
-        "__hash__",
-        "__len__",
-        "has_names",
-        "is_same_size",
-        "is_floating_point",
-        "is_complex",
-        "numel",
-        "_is_view",
-        "dim_order",
-        "is_same_size",
-        "result_type",
-        "can_cast",
-        "broadcast_tensors",
-        "get_default_dtype",
-        "is_tensor",
-        "is_storage",
-        "is_conj",
-        "is_neg",
-        "is_nonzero_",
-        "_is_zerotensor",
-        "is_distributed",
-        "is_shared",
-        "is_pinned",
-    ]
+_FACTS = _names(
+    """
+    size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference
+    get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_contiguous stride
+    storage_offset __hash__ __len__ has_names is_same_size _is_view dim_order result_type can_cast
+    broadcast_tensors get_default_dtype is_tensor is_storage is_conj is_neg _is_zerotensor
+    is_distributed is_shared is_pinned
+    """
 )
 # In place, element by element: each rank does it to its own.
-_ELEMENTWISE = frozenset(
-    [
-        "copy_",
-        "mul_",
-        "add_",
-        "sub_",
-        "div_",
-        "fill_",
-        "zero_",
-        "lerp_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "neg_",
-        "abs_",
-        "sqrt_",
-        "square_",
-        "pow_",
-        "addcmul_",
-        "addcdiv_",
-        "masked_fill_",
-        "nan_to_num_",
-        "sign_",
-        "exp_",
-        "log_",
-        "round_",
-        "multiply_",
-        "subtract_",
-        "divide_",
-        "clip_",
-    ]
+_ELEMENTWISE = _names(
+    """
+    copy_ mul_ add_ sub_ div_ fill_ zero_ lerp_ clamp_ clamp_min_ clamp_max_ neg_ abs_ sqrt_ square_ pow_
+    addcmul_ addcdiv_ masked_fill_ nan_to_num_ sign_ exp_ log_ round_ multiply_ subtract_ divide_ clip_
+    """
 )
 # What leaves the device or the graph is done for a look, often on one rank.
-_LOOKS = frozenset(
-    [
-        "cpu",
-        "cuda",
-        "numpy",
-        "tolist",
-        "item",
-        "to",
-        "double",
-        "float",
-        "half",
-        "bfloat16",
-        "type",
-        "data_ptr",
-        "storage",
-        "untyped_storage",
-        "__array__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "share_memory_",
-        "pin_memory",
-        "__dlpack__",
-        "__contains__",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "_typed_storage",
-        "is_set_to",
-        "equal",
-        "__format__",
-    ]
+_LOOKS = _names(
+    """
+    cpu cuda numpy tolist item to double float half bfloat16 type data_ptr storage untyped_storage __array__
+    __reduce_ex__ __deepcopy__ share_memory_ pin_memory __dlpack__ __contains__ __bool__ __float__ __int__
+    _typed_storage is_set_to equal __format__
+    """
 )
 # Layers, which may run without gradients too.
 _LAYERS = frozenset({"torch.nn.functional", "torch._C._nn", "torch.nn.modules"})
-_LAYER_NAMES = frozenset(
-    [
-        "linear",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "embedding",
-        "layer_norm",
-        "rms_norm",
-        "batch_norm",
-        "group_norm",
-        "instance_norm",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "dot",
-        "einsum",
-        "bilinear",
-        "prelu",
-        "__matmul__",
-        "__rmatmul__",
-        "native_layer_norm",
-    ]
+_LAYER_NAMES = _names(
+    """
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm rms_norm
+    batch_norm group_norm instance_norm matmul mm bmm addmm baddbmm addbmm mv dot einsum bilinear prelu
+    __matmul__ __rmatmul__ native_layer_norm
+    """
 )
 
 
-class Sharded:
+class Sharded(_Tensor):
     """What the classes of parameters in shards have in common."""
 
     @classmethod
@@ -316,6 +214,3 @@ def _gathered(homes: list[Any], call: Callable[[], Any], name: str) -> Any:
             else:
                 home.reshard_now()
     return out
-
-
-__all__ = ["Sharded", "alias", "nn", "refuse_copy", "sharded_kind"]

@@ -104,6 +104,7 @@ class Shards:
                     part._parameters[name] = value
             self._take(state, number, replaced, order)
         self._settle(root)
+        self.restore.hooks()
         self.held.sort(key=lambda held: held.index)
 
     def _ignored(self, order: dict[nn.Parameter, int]) -> set[nn.Parameter]:
@@ -113,7 +114,6 @@ class Shards:
         """Have fully_shard's records of a unit be our own."""
         state.__class__ = State
         state.shared = self.shared
-        self.restore.handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
         for group in state._fsdp_param_groups:
             group.__class__ = Group
             group.take(self.shared, state, number)
@@ -126,7 +126,6 @@ class Shards:
             if self._gloo:
                 group._all_gather_comm, group._reduce_scatter_comm = Gather(), Scatter()
             for record in group.fsdp_params:
-                self.restore.handles.append(record._post_load_hook_handle)
                 value = replaced[id(record.sharded_param)]
                 shape, stride = self._shapes[value]
                 record.__class__ = Held
@@ -135,7 +134,7 @@ class Shards:
 
     def _settle(self, root: nn.Module) -> None:
         """Have fully_shard do at once what it would do in the first forward."""
-        state: Any = _module_state_mapping[root]()  # type: ignore[misc]
+        state: Any = _module_state_mapping[root]()
         self.shared.root = state
         state._lazy_init()
         for group in self.groups:
@@ -143,8 +142,11 @@ class Shards:
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,
             ):
+                # They would shard what is gathered to be read or written.
                 for handle in hooks.values():
                     handle.remove()
+            for held in group.fsdp_params:
+                held._post_load_hook_handle.remove()
             kinds = {held.local.dtype for held in group.fsdp_params if _is_number(held.local.dtype)}
             # Also where all are frozen: they may be thawed.
             group._orig_dtype = next(iter(kinds), None)

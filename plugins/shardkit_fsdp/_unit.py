@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -42,7 +41,7 @@ class Group(FSDPParamGroup):
     shared: Shared
     state: State
     number: int
-    fsdp_params: list[Held]
+    fsdp_params: list[Held]  # type: ignore[assignment]
     touched: bool
     """Whether a backward came to it."""
     thawed: int
@@ -133,7 +132,7 @@ class Group(FSDPParamGroup):
 
     def _to_sharded(self) -> None:
         if not self.shared.whole:
-            super()._to_sharded()
+            super()._to_sharded()  # type: ignore[no-untyped-call]
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if self._training_state == TrainingState.PRE_BACKWARD:
@@ -182,7 +181,7 @@ class Group(FSDPParamGroup):
         super().post_backward(*unused)
 
     def finalize_backward(self) -> None:
-        super().finalize_backward()
+        super().finalize_backward()  # type: ignore[no-untyped-call]
         self.touched = False
 
     def drop(self) -> None:
@@ -202,7 +201,7 @@ class State(FSDPState):
     def _register_root_post_backward_final_callback(self) -> None:
         # A backward within the backward has an end of its own, which isn't that of the session's.
         if not self.shared.running:
-            super()._register_root_post_backward_final_callback()
+            super()._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -244,8 +243,3 @@ def tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     elif not isinstance(value, torch.nn.Module) and not callable(value):
         for item in getattr(value, "__dict__", {}).values():
             yield from tensors(item, seen)
-
-
-def free(held: Held) -> None:
-    """Free what a parameter is gathered into."""
-    free_storage(held.all_gather_outputs[0])
