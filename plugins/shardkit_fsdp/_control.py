@@ -57,7 +57,9 @@ class ControlEngine(Engine):
         if "reshard_after_forward" in strategy.options:
             settings["reshard_after_forward"] = options.reshard_after_forward
         if options.offload == "cpu":
-            settings["offload_policy"] = CPUOffloadPolicy()
+            # Without a GPU there are no locked pages, which it asks for by default.
+            device = next(model.parameters()).device.type
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
         self._restore = Restore(model)
         before = [name for name, _ in model.named_parameters()]
         originals = dict(model.named_parameters())
