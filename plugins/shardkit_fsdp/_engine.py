@@ -102,9 +102,9 @@ class FSDPEngine(Engine):
         shared.running = True
         try:
             loss.backward(gradient)
+            shared.root._root_post_backward_final_callback()
             if shared.lockstep is not None:
                 shared.lockstep.end()
-            shared.root._root_post_backward_final_callback()
         finally:
             shared.running = False
         if last:

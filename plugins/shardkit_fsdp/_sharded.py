@@ -198,6 +198,8 @@ def _gathered(homes: list[Any], call: Callable[[], Any], name: str) -> Any:
     for home in homes:
         home.gather_now()
     try:
+        for home in homes:
+            home.state.begin()
         out = call()
         if any(home.owns(out) for home in homes):
             if not torch.is_grad_enabled():

@@ -100,6 +100,7 @@ class Group(FSDPParamGroup):
             self.comm_ctx.all_gather_state = None
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.state.begin()
         given = super().pre_forward(module, args, kwargs)
         self.show()
         return given
@@ -197,6 +198,12 @@ class State(FSDPState):
     """A unit's place in the passes."""
 
     shared: Shared
+    _first_node = 0
+    """The number that autograd gave the first operation of the forward in progress."""
+
+    def begin(self) -> None:
+        """Take note that a forward begins."""
+        self._first_node = torch._C._autograd._get_sequence_nr()
 
     def _register_root_post_backward_final_callback(self) -> None:
         # A backward within the backward has an end of its own, which isn't that of the session's.
@@ -209,11 +216,11 @@ class State(FSDPState):
         for out in tensors(output):
             if out.requires_grad:
                 out.register_hook(self._pre_backward)
-                base = out._base
-                if base is not None and base.grad_fn is not None:
+                node = None if out._base is None else out._base.grad_fn
+                if node is not None and node._sequence_nr() >= self._first_node:
                     # What is written in place into a view gives the view another graph, in which only its base's is
-                    # kept.
-                    base.grad_fn.register_prehook(self._before_base)
+                    # kept. A base from before the unit ran has nothing of it.
+                    node.register_prehook(self._before_base)
         return output
 
     def _before_base(self, gradients: Any) -> None:
