@@ -89,6 +89,22 @@ def oss(*, sharded: bool, **settings: Any) -> Builder:
     return build
 
 
+def zero(*, views: bool) -> Builder:
+    """Return the builder of a loop over torch's ZeroRedundancyOptimizer and DistributedDataParallel."""
+
+    def build(workload: Workload, window: Window) -> Loop:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        kind = type(workload.optimizer)
+        group = workload.optimizer.param_groups[0]
+        settings = {name: group[name] for name in ("lr", "fused")}
+        model = torch.nn.parallel.DistributedDataParallel(workload.model, gradient_as_bucket_view=views)
+        optimizer = ZeroRedundancyOptimizer(group["params"], kind, parameters_as_bucket_view=views, **settings)
+        return _by_hand(workload, window, model, optimizer, no_sync=model.no_sync)
+
+    return build
+
+
 def deepspeed(stage: int, *, best: bool, offload_optimizer: bool = False, offload_parameters: bool = False) -> Builder:
     """Return the builder of a loop over ``deepspeed.initialize``, with the best settings measured or its defaults."""
     bucket = 1_000_000
@@ -370,6 +386,7 @@ BEST: dict[str, Builder] = {
     "ddp": ddp(gradient_as_bucket_view=True, static_graph=True),
     "fairscale": oss(sharded=True, reduce_buffer_size=0),
     "fairscale:shard=optimizer": oss(sharded=False, gradient_as_bucket_view=True),
+    "zero": zero(views=True),
     "deepspeed:stage=0": deepspeed(0, best=True),
     "deepspeed:stage=1": deepspeed(1, best=True),
     "deepspeed:stage=2": deepspeed(2, best=True),
@@ -386,6 +403,7 @@ DEFAULT: dict[str, Builder] = {
     "ddp": ddp(),
     "fairscale": oss(sharded=True),
     "fairscale:shard=optimizer": oss(sharded=False),
+    "zero": zero(views=False),
     "deepspeed:stage=0": deepspeed(0, best=False),
     "deepspeed:stage=1": deepspeed(1, best=False),
     "deepspeed:stage=2": deepspeed(2, best=False),

@@ -14,7 +14,7 @@ import pytest
 
 import shardkit
 
-STRATEGIES = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
+STRATEGIES = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")]
 """All ways to ask for an installed backend, as the backends themselves declare them."""
 
 needs_peers = pytest.mark.skipif(

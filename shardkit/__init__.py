@@ -77,7 +77,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
+        raise AttributeError(f"module 'shardkit' has no attribute {name!r}", name=name)
     home = importlib.import_module(f"shardkit.{_HOMES[name]}")
     value = home if _HOMES[name] == name else getattr(home, name)
     globals()[name] = value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardkit._backend import Backend
+from shardkit._backend import Backend, Variant
 from shardkit._strategy import Strategy
 from shardkit.errors import InputError, UnsupportedError
 from shardkit.optimizers import reach
@@ -106,10 +106,25 @@ def check_fit(backend: Backend, strategy: Strategy, device: torch.device) -> Non
     """
     if device.type not in backend.devices:
         raise UnsupportedError(f"backend {backend.name!r} runs on {_either(backend.devices)}, not on {device.type}")
+    variant = variant_of(backend, strategy)
+    if variant.devices is not None and device.type not in variant.devices:
+        elsewhere = f": {variant.elsewhere}" if variant.elsewhere else ""
+        raise UnsupportedError(
+            f"strategy {variant.strategy!r} of backend {backend.name!r} runs on {_either(variant.devices)}, not on "
+            f"{device.type}{elsewhere}"
+        )
     if strategy.precision not in backend.precisions:
         raise UnsupportedError(
             f"backend {backend.name!r} trains in {_either(backend.precisions)}, not in {strategy.precision}"
         )
+
+
+def variant_of(backend: Backend, strategy: Strategy) -> Variant:
+    """Return the variant that a strategy is one of, going by its options; the backend's first where it is none."""
+    texts = {variant: Strategy.parse(variant.strategy).options for variant in backend.variants}
+    asked = {name: str(value) for name, value in strategy.options.items()}
+    fitting = [variant for variant, options in texts.items() if options.items() <= asked.items()]
+    return max(fitting, key=lambda variant: len(texts[variant]), default=backend.variants[0])
 
 
 def checked_loss(loss: Any) -> Tensor:

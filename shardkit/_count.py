@@ -43,11 +43,11 @@ class Count:
             self.share = 0.0
 
     def fill_up(self, engine: Engine, device: torch.device) -> None:
-        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
-        zero = torch.zeros((), device=device)
+        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of 0."""
+        still = torch.zeros((), device=device)
         while self.micro < self.passes:
             nothing = torch.zeros((), device=device, requires_grad=True)
-            engine.backward(nothing, zero, last=self.micro + 1 == self.passes)
+            engine.backward(nothing, still, last=self.micro + 1 == self.passes)
             self.micro += 1
 
     def abandon(self) -> None:

@@ -56,7 +56,7 @@ class Engine(ABC):
     """What all ranks must do the same number of times within a window, since it communicates.
 
     ``"window"``: nothing but the last backward. ``"backward"``: every backward; the session fills in those that a rank
-    lacks, with a loss of zero. ``"forward"``: every call of the module and backward; a rank runs a batch once more.
+    lacks, with a loss of 0. ``"forward"``: every call of the module and backward; a rank runs a batch once more.
     """
 
     loss_scale: float = 1.0

@@ -296,7 +296,7 @@ class Loop:
         return gradients(value for group in self.optimizer.param_groups for value in group["params"])
 
     def _fill_up(self) -> None:
-        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of zero."""
+        """Run the backward passes that other ranks have in this window and this one lacks, with a loss of 0."""
         try:
             self._count.fill_up(self._engine, self._device)
         except BaseException as error:

@@ -137,6 +137,7 @@ def _plan(
         check_fit(plan.backend, plan.strategy, plan.device)
         check_precision(plan.module, plan.strategy.precision, plan.device)
         _registry.require_library(plan.backend, any_version=any_version)
+        _registry.load_wrappers()
         if optimizer is None and control:
             raise InputError("a control trains: hand over an optimizer")
         if optimizer is not None:
@@ -177,8 +178,6 @@ def _open(plan: _Plan, processes: Processes) -> Session:
                 )
         else:
             engine = _registry.build(backend.name, module, optimizer, strategy, plan.options)
-        if engine is None and optimizer is not None:
-            raise ShardkitError(f"backend {backend.name!r} built no engine for the optimizer that it was given")
     except Exception as error:
         failure = error
     processes.agree(None, failure)

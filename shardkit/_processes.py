@@ -244,8 +244,10 @@ def _linger_at_exit() -> None:
 
 
 def _packed(error: BaseException) -> tuple[str, str]:
-    kind = type(error).__name__ if isinstance(error, ShardkitError) else ""
-    return kind, str(error) if kind else f"{type(error).__name__}: {error}"
+    if isinstance(error, ShardkitError):
+        return type(error).__name__, str(error)
+    # A note says by whom it was raised.
+    return "", f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _joint_error(

@@ -18,6 +18,8 @@ from shardkit.bench.cli import max_batch
 from shardkit.errors import ShardkitError
 from shardkit.parity.cli import parity
 from shardkit.planner.cli import plan
+from shardkit.scaffold.cli import new_backend
+from shardkit.testing.cli import conformance
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,6 +143,8 @@ def backends(name: str | None, as_json: bool) -> None:
     console = make_console()
     for part in listing.tables(found) if name is None else listing.option_tables(found):
         console.print(part)
+    for line in listing.wrappers() if name is None else ():
+        console.print(line, markup=False, highlight=False)
 
 
 @main.command
@@ -290,7 +294,9 @@ def export(checkpoint: Path, directory: Path, dtype: str | None) -> None:
 
 
 main.add_command(bench)
+main.add_command(conformance)
 main.add_command(max_batch)
+main.add_command(new_backend)
 main.add_command(parity)
 main.add_command(plan)
 

@@ -113,7 +113,7 @@ def _reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:
     trial = _Trial(optimizer, group, shapes)
     wholes: list[list[int]] = [[math.prod(shape)] for shape in shapes]
     try:
-        together, changed = trial.run(wholes, alone=False)
+        together, changed = trial.start(wholes)
         again, _ = trial.run(wholes, alone=False, seed=1)
     except Exception as error:
         return Reach("model", f"can't be tried on a few numbers ({type(error).__name__}: {error})")
@@ -128,6 +128,8 @@ def _reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:
         return Reach("model", f"can't step with one parameter alone ({type(error).__name__}: {error})", random)
     if not _close(together, apart):
         return Reach("model", "gives something else for a parameter alone than beside others", random)
+    if trial.sparse:
+        return Reach("parameter", "takes sparse gradients only, as whole tensors have them", random)
     # Uneven pieces, as shards cut them.
     pieces = [[1, 2, size - 3] if size > 3 else [size] for (size,) in wholes]
     try:
@@ -153,6 +155,18 @@ class _Trial:
         self._values = self._like(torch.rand(count, generator=numbers) + 0.5)
         self._gradients = [self._like(torch.randn(count, generator=numbers)) for _ in range(_STEPS)]
         self._initial = self._initial_state()
+        self.sparse = False
+
+    def start(self, wholes: list[list[int]]) -> tuple[Tensor, list[str]]:
+        """Run on whole tensors together, from then on with sparse gradients if dense ones are refused."""
+        try:
+            return self.run(wholes, alone=False)
+        except Exception as error:
+            self.sparse = True
+            try:
+                return self.run(wholes, alone=False)
+            except Exception:
+                raise error from None
 
     def run(
         self, pieces: list[list[int]], *, alone: bool, flat: bool = False, seed: int = 0
@@ -173,7 +187,8 @@ class _Trial:
             torch.manual_seed(seed)
             for index, gradient in enumerate(self._gradients):
                 for value, part in zip(params, gradient.split(sizes), strict=True):
-                    value.grad = part.clone().view(value.shape)
+                    dense = part.clone().view(value.shape)
+                    value.grad = dense.to_sparse(1) if self.sparse else dense
                 before = _plain(steppers[0])
                 for stepper in steppers:
                     stepper.step()

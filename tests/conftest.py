@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 
 import shardkit
-from tests import _ahead
+from shardkit import testing
+from shardkit.testing import _ahead
 
 _PARITY_RANKS = {
     1: ("ddp", "fairscale", "deepspeed:stage=2"),
@@ -52,11 +53,15 @@ def pytest_sessionfinish() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test that asks for ``strategy`` every variant of every declared backend."""
-    if "strategy" in metafunc.fixturenames:
+    suite = metafunc.cls is not None and issubclass(metafunc.cls, testing.BackendSuite)
+    if "strategy" in metafunc.fixturenames and not suite:
         arms = []
         for backend in shardkit.backends().values():
             missing = backend.library is not None and importlib.util.find_spec(backend.library) is None
             reason = f"{backend.library} is not installed: {backend.install}"
             marks = [pytest.mark.skipif(missing, reason=reason)]
-            arms += [pytest.param(variant.strategy, marks=marks, id=variant.strategy) for variant in backend.variants]
+            arms += [
+                pytest.param(variant.strategy, marks=marks, id=variant.strategy)
+                for variant in backend.variants_on("cpu")
+            ]
         metafunc.parametrize("strategy", arms)

@@ -16,8 +16,10 @@ import shardkit
 from shardkit import averaging
 from shardkit.averaging import Reducer, ReducerFootprint
 from shardkit.testing import run
-from tests.cases._table import reason_left_out, refusal
-from tests.cases.test_cases import CASES, _run_cases
+from shardkit.testing._record import record
+from shardkit.testing.cases._models import Prepare
+from shardkit.testing.cases._table import Run, load_cases
+from tests.contract.page import PRODUCT, read
 
 SIZE = 1100
 """A square matrix of that many rows is large enough for a bucket whose memory is given up."""
@@ -288,21 +290,26 @@ def test_the_footprint_holds_a_bucket_from_its_first_gradient_to_the_end_of_the_
     assert footprint.gradients == 0
 
 
-def _cases(strategy: str, names: list[str], folder: Path) -> dict[str, Any]:
-    averaging.LARGE_BUCKET = 1
-    return _run_cases(strategy, names, folder)
+def with_the_smallest_buckets(case: Run) -> Run:
+    def run_it(prepare: Prepare, rank: int) -> None:
+        averaging.LARGE_BUCKET = 1
+        case(prepare, rank)
+
+    return run_it
 
 
 @pytest.mark.parametrize(
-    "module", ["parameters", *(pytest.param(name, marks=pytest.mark.slow) for name in ("passes", "windows", "public"))]
+    "topic",
+    [
+        "parameters",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("passes", "losses", "windows", "public", "state")),
+    ],
 )
 @pytest.mark.parametrize("under", ["ddp", "fairscale:shard=optimizer"])
-def test_every_case_is_right_or_refused_where_the_smallest_bucket_is_given_up(
-    module: str, under: str, tmp_path: Path
-) -> None:
-    names = [name for name, case in CASES.items() if case.__module__ == f"tests.cases.{module}"]
-    names = [name for name in names if reason_left_out(name, under) is None]
-    found = run(_cases, under, names, tmp_path, processes=2, timeout=200)
-    for name in names:
-        for told in (outcomes[name] for outcomes in found):
-            assert (told is None) == (refusal(name, under) is None), f"{name}: {told}"
+def test_every_case_is_right_or_refused_where_the_smallest_bucket_is_given_up(topic: str, under: str) -> None:
+    cells = read(PRODUCT)["cells"][under]
+    expected = {name: cell["kind"] for name, cell in cells.items() if cell["kind"] != "left out"}
+    cases = {name: case for name, case in load_cases().items() if case.topic == topic and name in expected}
+    found = record(under, {name: with_the_smallest_buckets(case.run) for name, case in cases.items()})
+    for name, outcomes in found.items():
+        assert {outcome.kind for outcome in outcomes} == {expected[name]}, f"{name}: {outcomes[0].trace}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardkit
-from tests.cases._models import assert_close, batch, mlp, train_alone
+from shardkit.testing.cases._models import assert_close, batch, mlp, train_alone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ import torch
 
 import shardkit
 from shardkit.errors import LaunchError
-from tests.cases._models import W, sgd, step
+from shardkit.testing.cases._models import W, sgd, step
 
 
 def trained() -> tuple[int, torch.Tensor]:
@@ -142,7 +142,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 SCRIPT = """
 import sys, torch, shardkit
 sys.path.insert(0, {root!r})
-from tests.cases._models import W, sgd, step
+from shardkit.testing.cases._models import W, sgd, step
 for strategy in ("ddp", "ddp"):
     model = W(1)
     with shardkit.prepare(model, sgd(model), strategy) as session:

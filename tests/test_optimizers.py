@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardkit.optimizers import Attributes, reach, twin
-from tests.cases.optimizers import Distance, Estimate, Lamb, Noisy, Normalized, Signed
-from tests.cases.public import Lars, SignSGD
+from shardkit.testing.cases.optimizers import Distance, Estimate, Lamb, Noisy, Normalized, Signed
+from shardkit.testing.cases.surroundings import Lars, SignSGD
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -59,9 +59,15 @@ def test_one_with_a_number_over_all_parameters_needs_the_whole_model(kind: Any, 
 
 
 def test_one_that_cannot_be_tried_is_taken_to_need_the_whole_model() -> None:
-    found = reach(torch.optim.SparseAdam(parameters()))
+    found = reach(torch.optim.LBFGS(parameters()))
     assert found.unit == "model"
     assert "can't be tried" in found.cause
+
+
+def test_one_for_sparse_gradients_needs_whole_parameters() -> None:
+    found = reach(torch.optim.SparseAdam(parameters()))
+    assert found.unit == "parameter"
+    assert "takes sparse gradients only" in found.cause
 
 
 def test_the_group_that_looks_farthest_decides() -> None:

@@ -1,4 +1,4 @@
-"""Precision on one process; the cases in tests/cases/precision.py run on two under every strategy."""
+"""Precision on one process; the cases in shardkit/testing/cases run on two under every strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import shardkit
 from shardkit import Strategy
 from shardkit._precision import LossScaler, _raised, check_precision
 from shardkit.errors import StrategyError, UnsupportedError
-from tests.cases._models import W, assert_close, batch, mlp, sgd
+from shardkit.testing.cases._models import W, assert_close, batch, mlp, sgd
 
 Named = namedtuple("Named", "hidden note")
 

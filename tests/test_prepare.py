@@ -16,7 +16,7 @@ from torch import nn
 import shardkit
 from shardkit import errors
 from shardkit.testing import run
-from tests.cases._models import W, sgd, step
+from shardkit.testing.cases._models import W, sgd, step
 
 
 def refused(build: Callable[[int], tuple[Any, Any, Any]]) -> tuple[str, str]:

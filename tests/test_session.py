@@ -12,7 +12,7 @@ from torch import nn
 import shardkit
 from shardkit import Session
 from shardkit.errors import InputError, NonFiniteError, StateError
-from tests.cases._models import W, batch, mlp, sgd, step, train, train_alone
+from shardkit.testing.cases._models import W, batch, mlp, sgd, step, train, train_alone
 
 
 def opened(strategy: str = "ddp", model: nn.Module | None = None) -> Session:

@@ -1,4 +1,4 @@
-"""Windows on one process and on three; the cases in tests/cases/windows.py run on two under every strategy."""
+"""Windows on one process and on three; the cases in shardkit/testing/cases run on two under every strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import shardkit
 from shardkit import Strategy
 from shardkit.errors import InputError, StateError
 from shardkit.testing import run
-from tests.cases._models import W, assert_close, sgd
+from shardkit.testing.cases._models import W, assert_close, sgd
 
 
 def test_one_process_needs_no_launcher() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardkit import Backend, Engine, Footprint, ModelSize, Strategy, Variant, hookimpl
@@ -37,6 +38,6 @@ def shardkit_prepare(
 
 @hookimpl
 def shardkit_footprint(model: ModelSize, strategy: Strategy, options: DDPOptions) -> Footprint:
-    from shardkit_ddp._footprint import DDPFootprint
+    from shardkit.replicated import ReplicatedFootprint
 
-    return DDPFootprint(model, options)
+    return ReplicatedFootprint(model, **asdict(options))

@@ -84,9 +84,9 @@ def shardkit_prepare(
 
 @hookimpl
 def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions) -> Engine:
-    from shardkit_fairscale._control import build
+    from shardkit_fairscale._control import FairScaleControl
 
-    return build(model, optimizer, strategy, options)
+    return FairScaleControl(model, optimizer, strategy, options)
 
 
 @hookimpl

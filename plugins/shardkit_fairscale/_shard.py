@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardkit.errors import InputError, UnsupportedError
-from shardkit.optimizers import Attributes, reach, twin
-from shardkit_fairscale._agreement import raise_together
+from shardkit.errors import UnsupportedError
+from shardkit.optimizers import reach
+from shardkit.owners import Part, raise_together
 from shardkit_fairscale._library import OSS, unconfigured_logging
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-# What belongs to the tensors of a group, and not to its settings.
-_OF_THE_TENSORS = ("params", "param_names")
 
 
 class Shards:
@@ -32,7 +28,7 @@ class Shards:
         self._user = optimizer
         self._world = dist.get_world_size()
         self._rank = dist.get_rank()
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._failed = torch.zeros((), device=next(model.parameters()).device)
         given = [list(group["params"]) for group in optimizer.param_groups]
         self.optimized: list[Tensor] = [parameter for group in given for parameter in group]
@@ -40,13 +36,13 @@ class Shards:
         self.check()
         if self._world > 1:
             self._check_reach()
+        self._part = Part("fairscale", optimizer, self._names)
         with unconfigured_logging():
-            self.oss = OSS([{"params": group} for group in ([*given, rest] if rest else given)], optim=self._own)
-        self.inner: Optimizer = self.oss.optim
-        self._attributes = Attributes(optimizer, self.inner)
+            self.oss = OSS([{"params": group} for group in ([*given, rest] if rest else given)], optim=self._part.over)
+        self.inner = self._part.stepper
         self.owned = [parameter for parameter in self.optimized if self.owner(parameter) == self._rank]
         self._pointers = self._addresses()
-        self._carry_over()
+        self._part.carry_over(self.owner)
 
     def check(self) -> None:
         """Raise where FairScale can't hold the trainable parameters.
@@ -94,25 +90,22 @@ class Shards:
         ``beyond`` are parameters that changed outside of FairScale's buffers. An error of the optimizer on one rank is
         raised on all.
         """
-        user = self._user
         if self._world > 1:
             self._hold_parameters()
         error = None
         try:
-            for before in user._optimizer_step_pre_hooks.values():
-                before(user, (), {})
-            self._follow_groups()
+            self._part.begin()
             self.inner.step()
             if self._world == 1:
-                self._give_back()
+                # One that changes itself, which several ranks refuse, trains from the user's values.
+                self._part.give_back()
         except Exception as caught:
             if self._world == 1:
                 raise
             error = caught
         if self._world > 1:
             self._exchange(error, beyond)
-        for after in user._optimizer_step_post_hooks.values():
-            after(user, (), {})
+        self._part.end()
 
     def _exchange(self, error: Exception | None, beyond: list[Tensor]) -> None:
         # Only the owner of a parameter sees that its settings are bad: all must hear of it, or wait for its weights.
@@ -140,24 +133,6 @@ class Shards:
                     parameter.data = parameter.data.clone()
         self.inner.state.clear()
 
-    def _own(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return a copy of the user's optimizer over these parameters, with its settings and no state."""
-        return twin(
-            self._user,
-            [_narrowed(group, own["params"]) for group, own in zip(self._user.param_groups, groups, strict=False)],
-        )
-
-    def _follow_groups(self) -> None:
-        self._attributes.follow()
-        for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
-            own.update((key, value) for key, value in user.items() if key not in _OF_THE_TENSORS)
-
-    def _give_back(self) -> None:
-        # An optimizer that changes itself, which several ranks refuse, trains in one process: from the user's values.
-        self._attributes.give_back()
-        for user, own in zip(self._user.param_groups, self.inner.param_groups, strict=True):
-            user.update((key, value) for key, value in own.items() if key not in _OF_THE_TENSORS)
-
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._names]
 
@@ -165,41 +140,3 @@ class Shards:
         # Someone gave a parameter other memory (``parameter.data = ...``): FairScale would send what was there before.
         if self._addresses() != self._pointers:
             self.refresh()
-
-    def _carry_over(self) -> None:
-        """Move the state that the user's optimizer has already, as rank 0 has it, to the owners."""
-        user = self._user
-        state = {parameter: user.state[parameter] for parameter in self._names if user.state.get(parameter)}
-        if self._world > 1:
-            told: list[Any] = [None] * self._world
-            dist.all_gather_object(told, [(self._names[key], _described(entries)) for key, entries in state.items()])
-            if any(other != told[0] for other in told):
-                raise InputError(
-                    "backend 'fairscale': the optimizer brings state of earlier steps that isn't the same on every "
-                    "rank: load the same state on all, or hand over a fresh optimizer"
-                )
-        for parameter, entries in state.items():
-            for value in entries.values():
-                if self._world > 1 and isinstance(value, torch.Tensor):
-                    sent = value.to(self._failed.device)
-                    dist.broadcast(sent, src=0)
-                    value.copy_(sent)
-            if self.owner(parameter) == self._rank:
-                self.inner.state[parameter] = entries
-        # One copy of the state is enough, and it is the session's now.
-        user.state.clear()
-
-
-def _narrowed(group: dict[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    narrowed = {**group, "params": parameters}
-    if "param_names" in group:
-        names = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
-        narrowed["param_names"] = [names[id(p)] for p in parameters]
-    return narrowed
-
-
-def _described(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (key, f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
-        for key, value in entries.items()
-    ]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardkit.errors import InputError, UnsupportedError
 from shardkit.gradients import all_finite, total_norm
 from shardkit.gradients import norms as norms_of
-from shardkit_fairscale._agreement import raise_together
+from shardkit.owners import raise_together
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,7 +27,7 @@ def run(
     """Train the work under each strategy, or every variant that is installed, and judge each.
 
     Each runs ``repeats`` times in fresh processes, and is held against one process of float64 and torch's own DDP
-    (:data:`shardkit.parity._judge.FACTOR`); of a loop there are neither, and each is held to the first strategy. With
+    (at most 4 times as far from float64); of a loop there are neither, and each is held to the first strategy. With
     ``controls`` the libraries of a workload run by themselves as well. One that fails, or takes longer than ``timeout``
     seconds, is a row that says so.
 

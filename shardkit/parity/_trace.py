@@ -30,7 +30,7 @@ class Trace:
     """A run of S steps on R ranks, with M micro-batches a step at most, over P parameters and G groups of them.
 
     Where all ranks saw the same to the last bit, ``gradients`` and ``weights`` hold it once: their second dimension is
-    1 then, and R elsewhere. ``sketch`` below is of :mod:`shardkit.parity._sketch`. A parameter without a gradient in a
+    1 then, and R elsewhere. A ``sketch`` is 33 numbers, as docs/parity.md tells. A parameter without a gradient in a
     step has -1 for the square of its norm there, and 0 for the rest of the sketch.
     """
 

@@ -21,8 +21,8 @@ class Work:
 
     ``target`` is a built-in workload's name or ``FILE.py[:FUNCTION]``, with settings or not. A function that needs no
     arguments makes a workload; a loop takes a strategy and a function ``record``: it prepares a session, and trains
-    within ``with record(session):``. ``batch_size`` is that of a micro-batch of one rank. Only :data:`OF_A_LOOP` holds
-    for a loop.
+    within ``with record(session):``. ``batch_size`` is that of a micro-batch of one rank. Of the sizes only
+    ``processes``, ``seed`` and ``device`` hold for a loop.
     """
 
     target: str

@@ -19,7 +19,7 @@ from shardkit._options import typed_options
 from shardkit._random import get_random_state, set_random_state
 from shardkit._sizes import format_bytes, parse_bytes
 from shardkit._strategy import Strategy
-from shardkit.errors import MissingLibraryError, ShardkitError, StrategyError, UnsupportedError
+from shardkit.errors import MissingLibraryError, PluginError, ShardkitError, StrategyError, UnsupportedError
 from shardkit.planner._ledger import storages
 from shardkit.planner._optimizer import Cost, Stepper
 from shardkit.planner._plan import Task, planned, rows
@@ -140,18 +140,23 @@ def _states(module: nn.Module, optimizer: Optimizer | None, task: Task, activati
     profile = Profile(1, tuple(events), 0)
     stepper = None if optimizer is None else Stepper(optimizer, names, device=task.device)
     model = ModelSize(sizes, task.processes, task.device)
-    return [
-        planned(
-            strategy,
-            model,
-            lambda stepped: Cost(0, 0) if stepper is None else stepper.cost(stepped),
-            profile,
-            {name: told for told in owned.values() for name in told},
-            extra=storages(list(module.buffers())),
-            memory=task.memory,
-        )
-        for strategy in task.strategies
-    ]
+    rows = []
+    for strategy in task.strategies:
+        try:
+            row = planned(
+                strategy,
+                model,
+                lambda stepped: Cost(0, 0) if stepper is None else stepper.cost(stepped),
+                profile,
+                {name: told for told in owned.values() for name in told},
+                extra=storages(list(module.buffers())),
+                memory=task.memory,
+            )
+        except PluginError as error:
+            # Nobody asked for this one by its name.
+            row = Row(str(strategy), strategy.precision, "refused", note=str(error))
+        rows.append(row)
+    return rows
 
 
 def _memory(device: torch.device) -> int:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from shardkit import _registry
-from shardkit._backend import Backend, Variant
+from shardkit._backend import Backend
+from shardkit._checks import check_fit, variant_of
 from shardkit._footprint import Footprint, ModelSize, Stepped
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy
-from shardkit.errors import ShardkitError
+from shardkit.errors import PluginError, ShardkitError
 from shardkit.planner._curve import Curve
 from shardkit.planner._declared import DeclaredFootprint
 from shardkit.planner._optimizer import Cost, Stepper
@@ -73,24 +76,29 @@ class _Planner:
         self._owners = {name: names for names in subject.owners.values() for name in names}
 
     def row(self, strategy: Strategy) -> Row:
+        try:
+            return self._row(strategy)
+        except PluginError as error:
+            # Of a footprint, on its way through the window.
+            return Row(str(strategy), strategy.precision, "refused", note=str(error))
+
+    def _row(self, strategy: Strategy) -> Row:
         text = str(strategy)
         try:
             backend = _registry.describe(strategy.backend)
             options = typed_options(backend, strategy.options)
-            if strategy.precision not in backend.precisions:
-                known = ", ".join(sorted(backend.precisions))
-                return Row(text, strategy.precision, "refused", note=f"backend {backend.name!r} trains in {known}")
+            check_fit(backend, strategy, torch.device(self._task.device))
             footprint = _footprint(self._model, backend, strategy, options)
         except ShardkitError as error:
             return Row(text, strategy.precision, "refused", note=str(error))
         curve = self._curve(strategy.precision, footprint.weights)
-        cost = self._stepper.cost(footprint.stepped())
+        cost = self._stepper.cost(_stepped(footprint, strategy))
 
         def peak(profile: Profile) -> Peak:
             fresh = _footprint(self._model, backend, strategy, options)
             return _peak(fresh, strategy, profile, cost, self._owners, self._subject.buffers)
 
-        speed = _variant(backend, strategy).speed
+        speed = variant_of(backend, strategy).speed
         memory, batch = self._task.memory, self._task.batch
         first = peak(curve.exactly(1))
         if memory is None:
@@ -133,10 +141,10 @@ def planned(
     backend = _registry.describe(strategy.backend)
     options = typed_options(backend, strategy.options)
     footprint = _footprint(model, backend, strategy, options)
-    peak = _peak(footprint, strategy, profile, cost(footprint.stepped()), owners, extra)
+    peak = _peak(footprint, strategy, profile, cost(_stepped(footprint, strategy)), owners, extra)
     short = 0 if memory is None else max(0, peak.total - memory)
     points = [(profile.batch, peak.total)]
-    speed = _variant(backend, strategy).speed
+    speed = variant_of(backend, strategy).speed
     return _row(strategy, speed, "short" if short else "fits", peak, profile.batch, points, short=short)
 
 
@@ -150,23 +158,21 @@ def _peak(
 ) -> Peak:
     # From the second micro-batch on all is as in the one before.
     micro_batches = min(strategy.accumulate, 2)
-    return simulate(footprint, profile, cost, owners, extra=extra, micro_batches=micro_batches)
+    with _registry.blaming(strategy.backend, "shardkit_footprint"):
+        return simulate(footprint, profile, cost, owners, extra=extra, micro_batches=micro_batches)
+
+
+def _stepped(footprint: Footprint, strategy: Strategy) -> list[Stepped]:
+    with _registry.blaming(strategy.backend, "shardkit_footprint"):
+        return [Stepped(*one) for one in footprint.stepped()]
 
 
 def _footprint(model: ModelSize, backend: Backend, strategy: Strategy, options: Any) -> Footprint:
     told = _registry.footprint(backend.name, model, strategy, options)
     if told is not None:
         return told
-    variant = _variant(backend, strategy)
+    variant = variant_of(backend, strategy)
     return DeclaredFootprint(model, shards=variant.shards, offloads=variant.offloads)
-
-
-def _variant(backend: Backend, strategy: Strategy) -> Variant:
-    """Return the variant that a strategy is one of, going by its options; the backend's first where it is none."""
-    texts = {variant: Strategy.parse(variant.strategy).options for variant in backend.variants}
-    asked = {name: str(value) for name, value in strategy.options.items()}
-    fitting = [variant for variant, options in texts.items() if options.items() <= asked.items()]
-    return max(fitting, key=lambda variant: len(texts[variant]), default=backend.variants[0])
 
 
 def _row(

@@ -66,14 +66,13 @@ def table(findings: list[Finding]) -> Table:
 def plugins() -> list[Finding]:
     """Return what the plugins find; one that can't be loaded, or whose own check fails, is a finding itself."""
     found = []
-    for name, claims in _registry.claims().items():
+    for name in _registry.claims():
         check = f"backend {name}"
         try:
             backend = _registry.describe(name)
             own = _registry.diagnose(name)
         except PluginError as error:
-            claimed = ", ".join(claim.origin for claim in claims)
-            found.append(Finding(check, "problem", str(error), f"mend or uninstall what brings it: {claimed}"))
+            found.append(_told(check, error))
             continue
         except Exception as error:
             message = f"its own check fails with {type(error).__name__}: {error}"
@@ -87,7 +86,20 @@ def plugins() -> list[Finding]:
             missing = backend.library is not None and not _present(backend.library)
             found.append(Finding(check, "note" if missing else "problem", str(error)))
         found += own
+    for wrapper in _registry.wrappers():
+        check = f"wrapper {wrapper.name}"
+        try:
+            _registry.load(wrapper)
+            found.append(Finding(check, "fine", f"its plugin loads ({wrapper.origin})"))
+        except PluginError as error:
+            # None is left out without a word: every backend is refused till it is mended.
+            found.append(_told(check, error))
     return found
+
+
+def _told(check: str, error: PluginError) -> Finding:
+    message, _, advice = str(error).rpartition("; ")
+    return Finding(check, "problem", message or advice, advice if message else "")
 
 
 def torch_version() -> Finding:

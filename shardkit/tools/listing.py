@@ -10,15 +10,12 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 from shardkit import _registry
-from shardkit._backend import Backend, option_fields
+from shardkit._backend import PARTS, PRECISIONS, Backend, option_fields
 from shardkit._options import type_name
 from shardkit.errors import MissingLibraryError, PluginError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-PARTS = ("parameters", "gradients", "optimizer")
 
 
 def listing() -> list[dict[str, Any]]:
@@ -40,6 +37,18 @@ def listing() -> list[dict[str, Any]]:
         except MissingLibraryError as error:
             problem = str(error)
         found.append({"name": name, "origin": origin, "installed": not problem, "problem": problem, **_facts(backend)})
+    return found
+
+
+def wrappers() -> list[str]:
+    """Return a line for each installed plugin that wraps all backends, or why it can't."""
+    found = []
+    for claim in _registry.wrappers():
+        try:
+            _registry.load(claim)
+            found.append(f"every backend is wrapped by {claim.name} ({claim.origin})")
+        except PluginError as error:
+            found.append(f"no backend can be used: {error}")
     return found
 
 
@@ -77,7 +86,8 @@ def tables(found: list[dict[str, Any]]) -> list[Any]:
             problems.append(Text.assemble((f"{name}: ", "bold"), backend["problem"]))
         for variant in backend["variants"]:
             parts = (", ".join(variant[key]) or "-" for key in ("shards", "offloads"))
-            row = (variant["strategy"].replace(",", ",\n  "), *parts, variant["summary"])
+            only = f"on {', '.join(variant['devices'])} only: " if variant["devices"] != backend["devices"] else ""
+            row = (variant["strategy"].replace(",", ",\n  "), *parts, only + variant["summary"])
             variants.add_row(*(Text(text, "" if backend["installed"] else "dim") for text in row))
         used = f"{backend['library']} {backend['version'] or ''}" if backend.get("library") else "torch alone"
         lists = (", ".join(backend.get(key, [])) for key in ("devices", "precisions"))
@@ -108,13 +118,15 @@ def _facts(backend: Backend) -> dict[str, Any]:
         "version": _version(backend),
         "install": backend.install,
         "devices": sorted(backend.devices),
-        "precisions": [name for name in ("fp32", "bf16", "fp16") if name in backend.precisions],
+        "precisions": [name for name in PRECISIONS if name in backend.precisions],
         "variants": [
             {
                 "strategy": variant.strategy,
                 "summary": variant.summary,
                 "shards": [part for part in PARTS if part in variant.shards],
                 "offloads": [part for part in PARTS if part in variant.offloads],
+                "devices": sorted(backend.devices if variant.devices is None else variant.devices),
+                "elsewhere": variant.elsewhere,
             }
             for variant in backend.variants
         ],

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.testing import run
-from tests import _ahead
+from shardkit.testing import _ahead, run
 from tests.checkpoints._runs import (
     OPTIMIZERS,
     Job,
@@ -38,7 +37,7 @@ def takes(strategy: str, optimizer: str) -> bool:
 
 def strategies(optimizer: str) -> list[str]:
     """Return all declared strategies that train with an optimizer."""
-    declared = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
+    declared = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")]
     return [strategy for strategy in declared if takes(strategy, optimizer)]
 
 

@@ -26,7 +26,7 @@ from shardkit._random import seed_everything
 from shardkit.checkpoints import _write, checkpoints, latest
 from shardkit.errors import CheckpointError
 from shardkit.testing import run
-from tests.cases._models import train
+from shardkit.testing.cases._models import train
 
 
 def opened(strategy: str) -> shardkit.Session:

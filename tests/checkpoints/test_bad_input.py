@@ -21,7 +21,7 @@ from shardkit.checkpoints import _directory
 from shardkit.checkpoints._manifest import sealed
 from shardkit.errors import CheckpointError, ShardkitError, StateError
 from shardkit.testing import run
-from tests.cases._models import W, sgd, step
+from shardkit.testing.cases._models import W, sgd, step
 
 Calls = dict[str, Callable[[], Any]]
 

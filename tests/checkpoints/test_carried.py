@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
 import shardkit
 from shardkit.errors import CheckpointError, UnsupportedError
 from shardkit.testing import run
-from tests.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
+from shardkit.testing.cases._models import W, assert_close, batch, mlp, sgd, step, train, train_alone
 
 # Values of the user's own.
 

@@ -21,7 +21,7 @@ from shardkit.checkpoints import checkpoints, latest
 from shardkit.checkpoints._read import Reader
 from shardkit.errors import LaunchError
 from shardkit.testing import run
-from tests.cases._models import train
+from shardkit.testing.cases._models import train
 from tests.checkpoints._moments import Fate, Record, die, dies_after, watched
 
 ANY = "any time"

@@ -18,7 +18,7 @@ import shardkit
 from shardkit.checkpoints import checkpoints, latest
 from shardkit.errors import CheckpointError, DamageError
 from shardkit.testing import run
-from tests.cases._models import W, step
+from shardkit.testing.cases._models import W, step
 
 STATE = {"seen": 3, "rows": torch.arange(5), "name": "Zoë"}
 

@@ -18,7 +18,7 @@ from shardkit import checkpoints, workloads
 from shardkit.cli import main
 from shardkit.errors import CheckpointError, DamageError, InputError
 from shardkit.testing import run
-from tests.cases._models import W, sgd
+from shardkit.testing.cases._models import W, sgd
 
 MODELS = {"t5-tiny": "t5_tiny", "gpt2-tiny": "gpt2_tiny"}
 

@@ -20,7 +20,7 @@ import shardkit
 from shardkit.checkpoints import _write, checkpoints, latest
 from shardkit.errors import CheckpointError
 from shardkit.testing import run
-from tests.cases._models import train
+from shardkit.testing.cases._models import train
 from tests.checkpoints._moments import Fate, Record, watched
 
 

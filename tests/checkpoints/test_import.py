@@ -27,7 +27,7 @@ from shardkit.checkpoints._read import Reader
 from shardkit.cli import main
 from shardkit.errors import CheckpointError, InputError, PluginError
 from shardkit.testing import run
-from tests.cases._models import step
+from shardkit.testing.cases._models import step
 from tests.checkpoints import _libraries as libraries
 from tests.checkpoints._libraries import Chain, Odd, adamw
 
@@ -740,7 +740,9 @@ def test_a_plugin_reads_the_checkpoints_of_its_library(tmp_path: Path, monkeypat
     with Reader(import_checkpoint(tmp_path / "run.theirs", tmp_path / "c")) as reader:
         assert reader.read("weights.safetensors", "w").tolist() == [1.0, 2.5]
     (tmp_path / "run.theirs").write_text("wrong")
-    with pytest.raises(PluginError, match=r"shardkit_import of plugin 'theirs' .* returns Imported, not 'wrong'"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'theirs' .* returns 'wrong' from its shardkit_import, which returns Imported"
+    ):
         import_checkpoint(tmp_path / "run.theirs", tmp_path / "c")
 
 

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import shardkit
 from shardkit.errors import CheckpointError, MismatchError
-from shardkit.testing import run
-from tests import _ahead
+from shardkit.testing import _ahead, run
 from tests.checkpoints._runs import Odd, batch, clear
 
 Groups = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import shardkit
 from shardkit.errors import InputError
 from shardkit.testing import run
-from tests.cases._models import W, sgd
+from shardkit.testing.cases._models import W, sgd
 
 SAMPLES = 48
 

@@ -14,7 +14,7 @@ import shardkit
 from shardkit import _processes
 from shardkit.errors import CheckpointError, StateError
 from shardkit.testing import run
-from tests.cases._models import W, sgd, step, train
+from shardkit.testing.cases._models import W, sgd, step, train
 
 
 def dropped() -> nn.Module:

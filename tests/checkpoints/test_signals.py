@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardkit
 from shardkit.errors import InputError
 from shardkit.testing import run
-from tests.cases._models import W, sgd, step
+from shardkit.testing.cases._models import W, sgd, step
 
 STEPS = 6
 

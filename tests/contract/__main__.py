@@ -7,7 +7,6 @@ import difflib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -18,10 +17,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests._ahead import WORKERS
-from tests.cases._table import asks_raw, load_cases, reason_left_out
+from shardkit.testing._ahead import WORKERS
+from shardkit.testing.cases._table import load_cases
 from tests.contract.page import PAGE, PRODUCT, RAW_RUN, read, render
-from tests.contract.product import missing_libraries, run_strategy, strategies
+from tests.contract.product import missing_libraries, reason_left_out, run_strategy, strategies
 from tests.contract.ranks import KINDS, Outcome, raw_outcomes
 from tests.contract.raw import RAW
 
@@ -56,11 +55,11 @@ def main(which: str | None, libraries: tuple[str, ...]) -> None:
 
 def run_product(console: Console) -> dict[str, Any]:
     """Return the cells of every strategy."""
-    with progress(console) as bar, tempfile.TemporaryDirectory(prefix="shardkit-contract-") as folder:
+    with progress(console) as bar:
         task = bar.add_task("shardkit", total=len(strategies()))
 
         def run(strategy: str) -> dict[str, Outcome]:
-            cells = run_strategy(strategy, Path(folder))
+            cells = run_strategy(strategy)
             bar.advance(task)
             for name, cell in cells.items():
                 if cell["kind"] not in ("right", "refused", "left out"):
@@ -72,7 +71,7 @@ def run_product(console: Console) -> dict[str, Any]:
 
 def run_raw(console: Console, libraries: list[str]) -> dict[str, Any]:
     """Return the cells of these raw libraries."""
-    rows = [name for name in load_cases() if asks_raw(name)]
+    rows = [name for name, case in load_cases().items() if case.raw]
     with progress(console) as bar:
         task = bar.add_task("raw", total=len(rows) * len(libraries))
 

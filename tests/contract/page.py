@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import re
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.cases._table import asks_raw, load_cases
+from shardkit.testing.cases._table import load_cases
 from tests.contract.product import strategies
 from tests.contract.ranks import HANG_SECONDS, KINDS
 from tests.contract.raw import RAW
@@ -34,7 +32,8 @@ is not what stands here. The page is not written by hand but by
 {command}
 ```
 
-[`tests/cases`](../tests/cases) holds the cases, [`tests/contract`](../tests/contract) the loops over the raw libraries.
+[`shardkit/testing/cases`](../shardkit/testing/cases) holds the cases, which are part of the
+[suite](writing-a-backend.md) for backends, and [`tests/contract`](../tests/contract) the loops over the raw libraries.
 Last run: shardkit on {product_date}, the raw libraries on {raw_date}, with {versions}.
 
 ## Counts
@@ -90,8 +89,8 @@ def render() -> str:
     cases, product, raw = load_cases(), read(PRODUCT), read(RAW_RUN)
     columns = strategies()
     groups: dict[str, list[str]] = {}
-    for name, function in cases.items():
-        groups.setdefault(function.__module__, []).append(name)
+    for name, case in cases.items():
+        groups.setdefault(case.heading, []).append(name)
     parts = [
         _TOP.format(
             command=COMMAND,
@@ -102,44 +101,36 @@ def render() -> str:
         )
     ]
     notes = _Notes("refusal")
-    for module, names in groups.items():
-        parts.append(f"### {_heading(module)}\n")
+    for heading, names in groups.items():
+        parts.append(f"### {heading}\n")
         table = _header([_strategy_title(column) for column in columns])
         for name in names:
             found = [product["cells"].get(column, {}).get(name) for column in columns]
-            table.append(_row(name, [_cell(cell, notes) for cell in found]))
+            table.append(_row(cases[name].sentence, [_cell(cell, notes) for cell in found]))
         parts.append("\n".join(table) + "\n")
     if notes.numbers:
         parts.append(f"### The refusals, and what is left out\n\n{notes.listed()}\n")
     parts.append(_RAW.format(seconds=HANG_SECONDS))
     notes = _Notes("raw")
-    for module, names in groups.items():
-        asked = [name for name in names if asks_raw(name)]
+    for heading, names in groups.items():
+        asked = [name for name in names if cases[name].raw]
         if not asked:
             continue
-        parts.append(f"### {_heading(module)}, raw\n")
+        parts.append(f"### {heading}, raw\n")
         table = _header([_raw_title(library) for library in RAW])
         for name in asked:
             found = [raw["cells"].get(library, {}).get(name) for library in RAW]
             pairs = zip(found, RAW.values(), strict=True)
-            table.append(_row(name, [_cell(cell, notes, raw.words) for cell, raw in pairs]))
+            table.append(_row(cases[name].sentence, [_cell(cell, notes, raw.words) for cell, raw in pairs]))
         parts.append("\n".join(table) + "\n")
-    unasked = [name for name in cases if not asks_raw(name)]
+    unasked = [name for name, case in cases.items() if not case.raw]
     parts.append(
         "Not asked, since the case is that shardkit refuses something:\n\n"
-        + "\n".join(f"- {sentence(name)}" for name in unasked)
+        + "\n".join(f"- {cases[name].sentence}" for name in unasked)
         + "\n"
     )
     parts.append(f"### What they gave\n\n{notes.listed()}\n")
     return "\n".join(parts)
-
-
-def sentence(name: str) -> str:
-    """Return a case's name as a sentence, after the number of its public report if it has one."""
-    found = re.match(r"(c\d+)_(.*)", name)
-    number, words = (found[1].upper(), found[2]) if found else ("", name)
-    text = words.replace("_", " ")
-    return f"{number} {text}" if number else text[0].upper() + text[1:]
 
 
 class _Notes:
@@ -201,13 +192,8 @@ def _header(titles: list[str]) -> list[str]:
     return [f"| | {' | '.join(titles)} |", f"|---|{':-:|' * len(titles)}"]
 
 
-def _row(name: str, texts: list[str]) -> str:
-    return f"| {sentence(name)} | {' | '.join(texts)} |"
-
-
-def _heading(module: str) -> str:
-    text = (sys.modules[module].__doc__ or module).strip().splitlines()[0]
-    return text.partition(". ")[0].rstrip(".")
+def _row(sentence: str, texts: list[str]) -> str:
+    return f"| {sentence} | {' | '.join(texts)} |"
 
 
 def _strategy_title(strategy: str) -> str:

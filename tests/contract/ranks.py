@@ -6,11 +6,9 @@ right is asked once more on ranks of its own.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -19,8 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 import pytest
 import torch
@@ -28,7 +25,8 @@ import torch.distributed as dist
 
 from shardkit.errors import LaunchError
 from shardkit.testing import run
-from tests.cases._table import load_cases
+from shardkit.testing._told import Told, first_line, seen
+from shardkit.testing.cases._table import load_cases
 from tests.contract.raw import RAW, NotOfferedError, RawPrepare
 
 HANG_SECONDS = 20
@@ -159,15 +157,15 @@ def _run_cases(library: str, remedy: bool, names: list[str], folder: Path) -> No
         watchdog.daemon = True
         watchdog.start()
         try:
-            cases[name](RawPrepare(raw, folder / name), rank)
+            cases[name].run(RawPrepare(raw, folder / name), rank)
             outcome = {"kind": "right", "text": ""}
         except NotOfferedError as error:
             outcome = {"kind": "not offered", "text": str(error)}
         except pytest.fail.Exception as error:
-            outcome = {"kind": "wrong", "text": f"no error ({_first_line(error)})"}
+            outcome = {"kind": "wrong", "text": f"no error ({first_line(error)})"}
         except AssertionError as error:
             ours = _is_ours(error.__traceback__)
-            outcome = {"kind": "wrong", "text": _seen(error)} if ours else _error(error)
+            outcome = {"kind": "wrong", "text": _differs(seen(error))} if ours else _error(error)
         except Exception as error:
             outcome = _error(error)
         watchdog.cancel()
@@ -200,82 +198,19 @@ def _in_own_collective() -> bool:
     main = threading.main_thread().ident
     assert main is not None
     files = [frame.filename for frame in traceback.extract_stack(sys._current_frames()[main])]
-    last = max((index for index, file in enumerate(files) if "/tests/cases/" in file), default=len(files))
+    last = max((index for index, file in enumerate(files) if "/testing/cases/" in file), default=len(files))
     return last + 1 < len(files) and "/torch/distributed/" in files[last + 1]
 
 
 def _error(error: BaseException) -> Outcome:
-    return {"kind": "error", "text": f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")}
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return _short(lines[0]) if lines else ""
-
-
-def _short(text: str, length: int = 220) -> str:
-    text = re.sub(r"/\S+/(\S+)", r"\1", text)
-    text = re.sub(r"(Connection (closed|reset) by peer).*", r"\1", text)
-    return text if len(text) <= length else text[: length - 1] + "…"
+    return {"kind": "error", "text": f"{type(error).__name__}: {first_line(error)}".rstrip(": ")}
 
 
 def _is_ours(found: TracebackType | None) -> bool:
     """Return whether an assertion is of the case, and not of the library."""
     last = traceback.extract_tb(found)[-1].filename
-    return "/tests/" in last or "/torch/testing/" in last
+    return "/testing/cases/" in last or "/torch/testing/" in last
 
 
-def _seen(error: AssertionError) -> str:
-    """Return what a failed assertion saw, and what would have been right."""
-    found = error.__traceback__
-    line = ""
-    while found is not None:
-        code = found.tb_frame.f_code
-        if "/tests/cases/" in code.co_filename:
-            if code.co_name == "assert_close":
-                told = _difference(found.tb_frame.f_locals)
-                if told:
-                    return told
-            else:
-                line = traceback.extract_tb(found)[0].line or ""
-                line += _left_side(line, found.tb_frame)
-        found = found.tb_next
-    return _short(line.removeprefix("assert ") if line else _first_line(error))
-
-
-def _left_side(line: str, frame: FrameType) -> str:
-    """Return what stood left of a comparison, if it is only names."""
-    with contextlib.suppress(Exception):
-        tree = ast.parse(line).body[0]
-        assert isinstance(tree, ast.Assert)
-        assert isinstance(tree.test, ast.Compare)
-        left = tree.test.left
-        called = {ast.unparse(node.func) for node in ast.walk(left) if isinstance(node, ast.Call)}
-        # A call of anything else could be a collective, and the other rank is elsewhere.
-        if called <= {"list", "type", "len"}:
-            return f" does not hold: {eval(ast.unparse(left), frame.f_globals, frame.f_locals)}"
-    return " does not hold"
-
-
-def _difference(values: dict[str, Any]) -> str:
-    actual, expected = values["actual"], values["expected"]
-    if isinstance(expected, dict):
-        if list(actual) != list(expected):
-            return f"names {_short(', '.join(actual), 60)}, not {_short(', '.join(expected), 60)}"
-        name = values.get("name", "")
-        actual, value = actual[name], expected[name]
-        told = f"{name}: " if name else ""
-    else:
-        value, told = expected, ""
-    actual, value = torch.as_tensor(actual).detach(), torch.as_tensor(value).detach()
-    if actual.shape != value.shape:
-        return f"{told}shape {tuple(actual.shape)}, not {tuple(value.shape)}"
-    if value.numel() <= 4:
-        return f"{told}{_number(actual)}, not {_number(value)}"
-    away = (actual.double() - value.double()).abs().max().item()
-    return f"{told}{value.numel()} values, away by up to {away:.2g}"
-
-
-def _number(value: torch.Tensor) -> str:
-    numbers = [f"{one:.5g}" for one in value.flatten().tolist()]
-    return numbers[0] if len(numbers) == 1 else f"({', '.join(numbers)})"
+def _differs(told: Told) -> str:
+    return f"{told.did}, not {told.right}" if told.right else told.did

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardkit.testing.cases._models import Prepare
+
 
 class NotOfferedError(Exception):
     """The library has no notion of what the case asks for."""
@@ -410,6 +412,10 @@ class RawPrepare:
     @property
     def text(self) -> str:
         return self.raw.like
+
+    @property
+    def shards(self) -> frozenset[str]:
+        return Prepare(self.text, self.folder).shards
 
     def __call__(self, model: nn.Module, optimizer: Any, **fields: Any) -> RawSession:
         return self.raw.make(model, optimizer, copy.copy(fields))

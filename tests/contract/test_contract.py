@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases import _table
-from tests.cases._table import asks_raw, load_cases
-from tests.cases.test_cases import SEEN
-from tests.contract.page import COMMAND, PAGE, PRODUCT, RAW_RUN, gaps, read, render, sentence
+from shardkit.testing._suite import SEEN
+from shardkit.testing._told import difference
+from shardkit.testing.cases import _table
+from shardkit.testing.cases._table import Case, load_cases
+from tests.contract.page import COMMAND, PAGE, PRODUCT, RAW_RUN, gaps, read, render
 from tests.contract.product import cells, strategies
-from tests.contract.ranks import _difference, _joined
+from tests.contract.ranks import _joined
 from tests.contract.raw import RAW
 
 
@@ -19,7 +20,7 @@ def test_the_table_has_every_case_and_strategy_and_no_other() -> None:
 
 
 def test_the_table_of_raw_libraries_has_every_case_that_can_be_asked() -> None:
-    told = gaps(read(RAW_RUN), list(RAW), [name for name in load_cases() if asks_raw(name)])
+    told = gaps(read(RAW_RUN), list(RAW), [name for name, case in load_cases().items() if case.raw])
     assert not told, f"{RAW_RUN.name} is out of date ({told[0]} and so on): run {COMMAND} --raw"
 
 
@@ -28,8 +29,8 @@ def test_the_page_is_rendered_from_the_recorded_runs() -> None:
 
 
 def test_the_page_is_the_same_whichever_cases_were_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, modules = render(), {function.__module__ for function in load_cases().values()}
-    last_first = sorted(_table._CASES.items(), key=lambda item: sorted(modules, reverse=True).index(item[1].__module__))
+    page = render()
+    last_first = sorted(_table._CASES.items(), key=lambda item: item[1].topic, reverse=True)
     monkeypatch.setattr(_table, "_CASES", dict(last_first))
     assert render() == page
 
@@ -37,7 +38,7 @@ def test_the_page_is_the_same_whichever_cases_were_imported_first(monkeypatch: p
 def test_each_cell_is_what_the_tests_of_the_cases_saw(strategy: str) -> None:
     """The committed cell, right or refused with its message, is that of this very run."""
     if strategy not in SEEN:
-        pytest.skip(f"needs the tests of tests/cases under {strategy} in the same run")
+        pytest.skip(f"needs the tests of tests/backends under {strategy} in the same run")
     seen, recorded = cells(strategy, SEEN[strategy]), read(PRODUCT)["cells"].get(strategy, {})
     differ = [name for name, cell in seen.items() if recorded.get(name) != cell]
     assert not differ, (
@@ -52,8 +53,12 @@ def test_no_cell_of_shardkit_is_wrong_or_a_hang() -> None:
 
 
 def test_a_name_reads_as_a_sentence() -> None:
-    assert sentence("c01_gradients_are_averaged") == "C01 gradients are averaged"
-    assert sentence("a_loss_is_read") == "A loss is read"
+    def c01_gradients_are_averaged(prepare: object, rank: int) -> None: ...
+
+    def a_loss_is_read(prepare: object, rank: int) -> None: ...
+
+    assert Case(c01_gradients_are_averaged, or_refused=False, raw=True).sentence == "C01 gradients are averaged"
+    assert Case(a_loss_is_read, or_refused=False, raw=True).sentence == "A loss is read"
 
 
 @pytest.mark.parametrize(
@@ -80,5 +85,5 @@ def test_the_outcome_of_two_ranks_is_the_worse(kinds: tuple[str, str], joined: s
 def test_a_wrong_value_is_told_beside_the_right_one() -> None:
     import torch
 
-    assert _difference({"actual": torch.tensor([0.7]), "expected": [0.85]}) == "0.7, not 0.85"
-    assert _difference({"actual": torch.zeros(0), "expected": torch.ones(2)}) == "shape (0,), not (2,)"
+    assert difference({"actual": torch.tensor([0.7]), "expected": [0.85]}) == ("0.7", "0.85")
+    assert difference({"actual": torch.zeros(0), "expected": torch.ones(2)}) == ("shape (0,)", "(2,)")

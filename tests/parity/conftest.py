@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit import testing
-from tests import _ahead
+from shardkit.testing import _ahead
 
 from .cells import Cell, Trace, cells
 from .ranks import Failure, record

@@ -27,5 +27,5 @@ def declared() -> Iterator[Arm]:
         missing = ""
         if backend.library is not None and importlib.util.find_spec(backend.library) is None:
             missing = f"{backend.library} is not installed: {backend.install}"
-        for variant in backend.variants:
+        for variant in backend.variants_on("cpu"):
             yield Arm(variant.strategy, variant.shards, missing)

@@ -29,7 +29,7 @@ BUDGETS = {
 }
 """Of each workload a memory in which its model is small beside its activations, or, of the last two, most of it."""
 
-STRATEGIES = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants]
+STRATEGIES = [variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")]
 QUICK = {("t5-tiny", "fairscale"), ("mlp", "deepspeed:stage=3")}
 """What the default tests try; the others are slow."""
 

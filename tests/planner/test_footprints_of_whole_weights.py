@@ -89,7 +89,7 @@ def test_other_settings_of_ddp_hold_copies(spec: str, buffers: int, gradients: i
 
 
 def test_one_process_has_no_buckets() -> None:
-    for spec in ("ddp", "fairscale", "fairscale:shard=optimizer"):
+    for spec in ("ddp", "fairscale", "fairscale:shard=optimizer", "zero"):
         held = told(model(1, 20, 30), spec)
         assert ready(held, "1", "0") == [(30, 0), (50, 0)]
         assert (held.held.buffers, held.step()) == (0, 0)
@@ -199,7 +199,7 @@ def _status(field: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1]) * 1024
 
 
-@pytest.mark.parametrize("spec", ["ddp", "ddp:overlap=false", "fairscale", "fairscale:shard=optimizer"])
+@pytest.mark.parametrize("spec", ["ddp", "ddp:overlap=false", "fairscale", "fairscale:shard=optimizer", "zero"])
 def test_the_planned_peak_is_within_a_tenth_of_that_of_real_ranks(spec: str) -> None:
     if spec.startswith("fairscale"):
         pytest.importorskip("fairscale")

@@ -16,7 +16,7 @@ import shardkit
 from shardkit import Strategy
 from shardkit.errors import InputError, StateError, UnsupportedError
 from shardkit.testing import run
-from tests.cases._models import assert_close, batch, mlp, sgd, step, train, train_alone
+from shardkit.testing.cases._models import assert_close, batch, mlp, sgd, step, train, train_alone
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 

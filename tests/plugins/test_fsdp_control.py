@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardkit.testing import run
-from tests.backends.test_controls import RUNS, close, reference, runs, train_all
+from tests.plugins.test_controls import RUNS, close, reference, runs, train_all
 
 
 @cache

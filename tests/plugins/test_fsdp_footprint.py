@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from shardkit_fsdp._footprint import unit_names
 
 import shardkit
 from shardkit import ModelSize
 from shardkit._footprint import ParameterSize
 from shardkit.testing import run
-from shardkit_fsdp._footprint import unit_names
 from tests.planner.test_footprints_of_whole_weights import BATCH, MIB, peak, told, workload
 
 SCRATCH = 2 * MIB

@@ -92,14 +92,12 @@ def test_a_check_of_a_plugin_that_fails_is_a_finding(faulty_backends: Path, monk
 
 
 def test_findings_of_another_level_or_type_are_refused(faulty_backends: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     from shardkit import _registry
 
     with pytest.raises(PluginError, match="one of"):
         Finding("check", "bad", "message")  # type: ignore[arg-type]
-    monkeypatch.setattr(_registry, "_only", lambda plugin: SimpleNamespace(shardkit_diagnose=lambda: ["text"]))
-    with pytest.raises(PluginError, match="returns Findings, not"):
+    monkeypatch.setattr(_registry, "call", lambda claim, hook: ["text"])
+    with pytest.raises(PluginError, match="returns a list of Findings"):
         _registry.diagnose("ddp")
 
 
