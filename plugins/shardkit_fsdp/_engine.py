@@ -15,6 +15,7 @@ from shardkit.errors import InputError, StateError, UnsupportedError
 from shardkit.gradients import gradients, norms, unscale
 from shardkit.lockstep import broken
 from shardkit.optimizers import Attributes, twin
+from shardkit_fsdp._collectives import whole
 from shardkit_fsdp._shards import Shards
 from shardkit_fsdp._state import carried_state
 
@@ -110,7 +111,7 @@ class FSDPEngine(Engine):
         if last:
             self._refuse_changed()
             if self.loss_scale != 1.0:
-                unscale(self._local_gradients(), self.loss_scale)
+                unscale([part for held in self._held if (part := held.gradient) is not None], self.loss_scale)
 
     def _refuse_changed(self) -> None:
         for part, name, value in self._places:
@@ -141,7 +142,7 @@ class FSDPEngine(Engine):
         if self._settled is not None:
             return self._settled
         seen = self._shared.seen
-        some_absent = 0 in seen
+        some_absent = 0 in seen and not all(seen[held.index] for held in self._held if held.trains)
         squared = norms(self._local_gradients()).double().square_().sum()
         if self._world_size == 1:
             total, absent = squared.item(), some_absent
@@ -186,7 +187,7 @@ class FSDPEngine(Engine):
             own.update(_settings(live))
             taken = []
             for held, leaf in pairs:
-                if held.index not in self._absent:
+                if held.index not in self._absent and held.trains:
                     leaf.grad = held.gradient
                     taken.append(leaf)
             moved += taken
@@ -222,23 +223,18 @@ class FSDPEngine(Engine):
 
     def full_gradients(self) -> dict[str, Tensor]:
         self._settle()
-        whole: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for held in self._held:
-            if held.index in self._absent or id(held.value) not in self._names or not self._is_listed(held):
+            if held.index in self._absent or not held.trains:
                 continue
             padded = torch.zeros_like(held._sharded_param_data)
             gradient = held.gradient
             if gradient is not None:
                 padded[: gradient.numel()] = gradient
-            whole[self._names[id(held.value)]] = self._joined(held, padded)
-        return whole
-
-    def _is_listed(self, held: Held) -> bool:
-        return held.sharded_param.grad is not None or self._world_size > 1
+            found[self._names[id(held.value)]] = self._joined(held, padded)
+        return found
 
     def _joined(self, held: Held, padded: Tensor) -> Tensor:
-        from shardkit_fsdp._collectives import whole
-
         return whole(padded.to(self._device))[: held.shape.numel()].view(held.shape).to("cpu", copy=True)
 
     def gradient_shards(self) -> list[Shard]:

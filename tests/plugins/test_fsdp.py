@@ -180,6 +180,21 @@ def a_parameter_used_outside_of_its_module_counts(rank: int) -> None:
 
 
 @check
+def a_step_after_an_evaluation_outside_of_any_pass_shows_in_the_next(rank: int) -> None:
+    model, reference = Stack(), Stack()
+    with shardkit.prepare(model, sgd(model), "fsdp") as session:
+        for index in range(3):
+            session.backward(session.model(batch(index, rank)).square().mean())
+            # What no block holds stays whole behind this.
+            with torch.no_grad():
+                session.model(batch(9, 9))
+            session.step()
+        assert_close(session.full_weights(), train_alone(reference, sgd(reference), steps=3, parts=2))
+        with torch.no_grad():
+            assert_close(session.model(batch(9, 9)), reference(batch(9, 9)).detach())
+
+
+@check
 def looks_at_shards_are_refused_with_advice(rank: int) -> None:
     model = mlp()
     with shardkit.prepare(model, sgd(model), "fsdp") as session:
@@ -232,9 +247,10 @@ class Odd(nn.Module):
         self.inner = nn.ModuleList([Inner(how), Inner("")])
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.inner[0](x)
+        # What is back-propagated to needs the weight.
+        out = self.inner[0](self.inner[1](x))
         out += 1
-        return self.inner[1](out)
+        return out
 
 
 class Inner(nn.Module):
