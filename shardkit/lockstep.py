@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -225,6 +226,10 @@ def _part(store: Any, keys: list[str]) -> NoReturn:
         keys = [key for key in keys if store.check([key])]
     told = [json.loads(store.get(key)) for key in keys]
     _broken = weakref.ref(dist.distributed_c10d._get_default_group())
+    for group in dist.distributed_c10d._world.pg_map:
+        # To destroy one waits for what is in progress on it, which never ends, and a collection of garbage would do it
+        # at any time: these stay for as long as the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _started.update(dict.fromkeys(_started, 0))
     _rounds += 1
     if any(other["kind"] == "reduce" for other in told):
