@@ -18,6 +18,7 @@ from shardkit.gradients import gradients, norms, unscale
 from shardkit.optimizers import reach
 from shardkit.owners import Part, raise_together
 from shardkit.parameters import sharing
+from shardkit.replicated import ReplicatedEngine
 from shardkit_fairscale._library import unconfigured_logging
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 # What FairScale puts on a parameter, to be taken off again.
 _MARKS = ("_is_sharded", "_orig_size", "_fp32_shard", "_fp16_shard", "_full_param_padded")
+
+
+def build(model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> Engine:
+    """Return the engine: without a rank to share with, the user's optimizer over whole parameters. Collective."""
+    if dist.get_world_size() == 1:
+        return ReplicatedEngine("fairscale", model, optimizer, strategy)
+    return FullyShardedEngine(model, optimizer, strategy)
 
 
 @final
@@ -39,7 +47,6 @@ class FullyShardedEngine(Engine):
     """
 
     optimizer: Optimizer
-    lockstep = "forward"
     whole_gradients = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
@@ -174,6 +181,8 @@ class FullyShardedEngine(Engine):
                     value.data = run.held
 
     def backward(self, loss: Tensor, gradient: Tensor, *, last: bool) -> None:
+        # Each rank gathers once in a window, also one whose loss came from no module.
+        self._gather()
         loss.backward(gradient)
         if last:
             self._average()
@@ -291,7 +300,8 @@ class FullyShardedEngine(Engine):
         for handle in self._handles:
             handle.remove()
         for part in self.model.modules():
-            part.__dict__.pop("__reduce_ex__", None)
+            for mark in ("__reduce_ex__", "_unflattened_param_views"):
+                part.__dict__.pop(mark, None)
         self.stepper.state.clear()
 
 
