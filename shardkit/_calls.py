@@ -19,6 +19,11 @@ def call(claim: Claim, hook: str, **arguments: Any) -> Any:
     Raises:
         PluginError: the plugin or a wrapper exits the interpreter, or a wrapper misbehaves.
     """
+    return traced(claim, hook, **arguments)[0]
+
+
+def traced(claim: Claim, hook: str, **arguments: Any) -> tuple[Any, str]:
+    """Do as :func:`call`, and return who gave the result too, as the start of an error about it."""
     plugin = load(claim)
     held = manager()
     others = [
@@ -27,7 +32,6 @@ def call(claim: Claim, hook: str, **arguments: Any) -> Any:
         if other is not plugin and (held.get_name(other) or "").startswith("backend ")
     ]
     within = seen()
-    within.result = None
     try:
         found = held.subset_hook_caller(hook, remove_plugins=others)(**arguments)
     except (ShardkitError, KeyboardInterrupt):
@@ -44,12 +48,19 @@ def call(claim: Claim, hook: str, **arguments: Any) -> Any:
         kind = "backend" if culprit is claim else "wrapper"
         error.add_note(f"raised by {kind} {culprit.name!r} ({culprit.origin}) in its {hook}")
         raise
-    if within.result is not None and found is None:
+    finally:
+        # Not to be kept: it has the model.
+        own, within.result = within.result, None
+    if own is not None and found is None:
         raise PluginError(
             f"{_wrapping(claim, hook)} gives None in the place of what {hook} of {claim.title} returned: "
             "a wrapper ends with 'return' and what its yield gave"
         )
-    return found
+    wrapped = own is not None and found is not own
+    return (
+        found,
+        f"{_wrapping(claim, hook)}, around {hook} of {claim.title}," if wrapped else f"{hook} of {claim.title}",
+    )
 
 
 def guarded(claim: Claim, hook: str, *, refuses: bool = False, **arguments: Any) -> Any:
@@ -78,14 +89,6 @@ def guarded(claim: Claim, hook: str, *, refuses: bool = False, **arguments: Any)
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
             told += f", as if written for another version than this shardkit {__version__}"
         raise claim.error(told) from error
-
-
-def blame(claim: Claim, hook: str, found: Any) -> str:
-    """Return who gave the wrong result of a hook that was just called, as the start of an error."""
-    result = seen().result
-    if result is not None and found is not result:
-        return f"{_wrapping(claim, hook)}, around {hook} of {claim.title},"
-    return f"{hook} of {claim.title}"
 
 
 def _culprit(claim: Claim, error: BaseException) -> Claim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +27,8 @@ class Claim:
     plugin: Any = None
     entry_point: importlib.metadata.EntryPoint | None = None
     kind: str = "plugin"
+    distribution: str | None = None
+    """What pip calls what brings it, where that is known."""
 
     @property
     def title(self) -> str:
@@ -35,9 +38,11 @@ class Claim:
     @property
     def remedy(self) -> str:
         """What somebody who didn't write the plugin can do about it."""
-        if self.entry_point is None or self.entry_point.dist is None:
+        if self.entry_point is None:
             return "mend what registers it"
-        name = self.entry_point.dist.name
+        if self.distribution is None:
+            return "report it to its authors, or remove what brings it"
+        name = self.distribution
         return f"update it (pip install -U {name}), report it to its authors, or uninstall it (pip uninstall {name})"
 
     def error(self, problem: str, remedy: str | None = None) -> PluginError:
@@ -52,7 +57,7 @@ class Claim:
         """
         if self.entry_point is None:
             return self.plugin
-        if self.entry_point.dist is not None:
+        if self.distribution is not None and self.entry_point.dist is not None:
             wanted = _unmet(self.entry_point.dist)
             if wanted is not None:
                 raise self.error(*wanted)
@@ -84,8 +89,7 @@ class Claim:
         if _lacks(error, missing):
             return (
                 f"fails to import, as if written for another version than this shardkit {__version__} ({told})",
-                "update both: pip install -U shardkit"
-                + (f" {self.entry_point.dist.name}" if self.entry_point.dist else ""),
+                f"update both: pip install -U shardkit {self.distribution or ''}".rstrip(),
             )
         if isinstance(error, SystemExit):
             return f"fails to import: it exits the interpreter ({told})", None
@@ -102,12 +106,23 @@ def _installed(group: str, path: tuple[str, ...]) -> tuple[Claim, ...]:
     # Distributions lie on the path, and reading them all takes a while.
     found: list[Claim] = []
     for point in importlib.metadata.entry_points(group=group):
-        origin = f"distribution {point.dist.name} {point.dist.version}" if point.dist else "an unnamed distribution"
+        origin, name = _origin(point)
         # One distribution that lies twice on the path (an editable install and its build) is one claim.
         if not any(claim.origin == origin and claim.entry_point == point for claim in found):
             kind = "wrapper" if group == WRAPPERS else "plugin"
-            found.append(Claim(point.name, origin, entry_point=point, kind=kind))
+            found.append(Claim(point.name, origin, entry_point=point, kind=kind, distribution=name))
     return tuple(found)
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> tuple[str, str | None]:
+    """Return the distribution that an entry point is of, in words, and its name."""
+    name = version = None
+    # What pip or a hand left half removed has no metadata to read.
+    with suppress(Exception):
+        name, version = point.dist.name, point.dist.version  # type: ignore[union-attr]
+    if not name:
+        return f"a distribution without a name, at {getattr(point.dist, '_path', 'an unknown place')}", None
+    return f"distribution {name} {version}", name
 
 
 def _lacks(error: BaseException, missing: str | None) -> bool:

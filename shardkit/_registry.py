@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from shardkit._backend import Backend, check_name
-from shardkit._calls import blame, call, guarded
+from shardkit._calls import call, guarded, traced
 from shardkit._claim import BACKENDS, Claim, installed
 from shardkit._declaration import check
 from shardkit._engine import Engine
@@ -183,7 +183,7 @@ def build(name: str, model: nn.Module, optimizer: Optimizer | None, strategy: St
         PluginError: what comes back is no engine, or lacks what every engine has.
     """
     hook = "shardkit_prepare"
-    engine = _built(hook, name, model=model, optimizer=optimizer, strategy=strategy, options=options)
+    engine, giver = _built(hook, name, model=model, optimizer=optimizer, strategy=strategy, options=options)
     if engine is None and optimizer is not None:
         raise _claim(name).error(
             f"returns None from its {hook}, for an optimizer that it was given",
@@ -191,7 +191,7 @@ def build(name: str, model: nn.Module, optimizer: Optimizer | None, strategy: St
         )
     problem = None if engine is None else _problem(engine)
     if problem:
-        raise PluginError(f"{blame(_claim(name), hook, engine)} returns a {type(engine).__name__} {problem}")
+        raise PluginError(f"{giver} returns a {type(engine).__name__} {problem}")
     return engine
 
 
@@ -219,7 +219,7 @@ def control(name: str, model: nn.Module, optimizer: Optimizer, strategy: Strateg
     Raises:
         PluginError: what comes back is no engine, or the library fails to import.
     """
-    return _built("shardkit_control", name, model=model, optimizer=optimizer, strategy=strategy, options=options)
+    return _built("shardkit_control", name, model=model, optimizer=optimizer, strategy=strategy, options=options)[0]
 
 
 def footprint(name: str, model: ModelSize, strategy: Strategy, options: Any) -> Footprint | None:
@@ -257,13 +257,14 @@ def has_control(name: str) -> bool:
     return implements(load(_claim(name)), "shardkit_control")
 
 
-def _built(hook: str, name: str, **arguments: Any) -> Engine | None:
+def _built(hook: str, name: str, **arguments: Any) -> tuple[Engine | None, str]:
+    """Return what a hook gives, and who gave it."""
     load_wrappers()
     claim = _claim(name)
-    engine = call(claim, hook, **arguments)
+    engine, giver = traced(claim, hook, **arguments)
     if engine is not None and not isinstance(engine, Engine):
-        raise PluginError(f"{blame(claim, hook, engine)} returns {engine!r}, which is no Engine; {claim.remedy}")
-    return engine
+        raise PluginError(f"{giver} returns {engine!r}, which is no Engine; {claim.remedy}")
+    return engine, giver
 
 
 def _claim(name: str) -> Claim:

@@ -231,7 +231,13 @@ UNPREPARED = {
 }
 """What can be described, and builds nothing that could be used."""
 
-FAILING = {"fails": Bad(declared("", "1 / 0"), "ZeroDivisionError: division by zero")}
+FAILING = {
+    "fails": Bad(declared("", "1 / 0"), "ZeroDivisionError: division by zero"),
+    "fails-on-one": Bad(
+        declared("", "import os; 1 / (1 - int(os.environ.get('RANK', 1))); return prepared(model, optimizer)"),
+        "ZeroDivisionError: division by zero",
+    ),
+}
 """What raises an error of its own, which goes through."""
 
 OTHER_HOOKS = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from shardkit.errors import PluginError
 from shardkit.testing import run
 from tests._bad_plugins import FAILING, HEAD, OTHER_HOOKS, UNDESCRIBED, UNPREPARED, WHOLE, Bad, install, install_all
 
-LISTED = ["ddp", "deepspeed", "fairscale"]
+LISTED = list(shardkit.backends())
+"""Those that are there without the bad ones."""
 
 
 def check(name: str, bad: Bad, message: str, kind: str = "PluginError") -> None:
@@ -124,7 +127,7 @@ def prepared(folder: Path) -> list[dict[str, Any]]:
     return run(_prepare_all, str(folder), [*UNDESCRIBED, *UNPREPARED, *FAILING], processes=2, timeout=120)
 
 
-@pytest.mark.parametrize("name", [name for name in UNDESCRIBED if name not in ("auto", "Capital")])
+@pytest.mark.parametrize("name", [name for name in UNDESCRIBED if name != "auto"])
 def test_prepare_refuses_it_with_the_same_error_on_every_rank(name: str, prepared: list[dict[str, Any]]) -> None:
     for found in prepared:
         kind, message, _ = found[name]
@@ -145,6 +148,13 @@ def test_an_error_of_the_plugins_own_goes_through_and_a_note_says_whose(prepared
         kind, message, notes = found["fails"]
         assert (kind, message) == ("ZeroDivisionError", "division by zero")
         assert notes == ["raised by backend 'fails' (distribution their-fails 1.2) in its shardkit_prepare"]
+
+
+def test_what_it_raises_on_one_rank_only_is_told_with_its_name_on_every_rank(prepared: list[dict[str, Any]]) -> None:
+    whose = "raised by backend 'fails-on-one' (distribution their-fails-on-one 1.2) in its shardkit_prepare"
+    for found in prepared:
+        kind, message, _ = found["fails-on-one"]
+        assert (kind, message) == ("ShardkitError", f"rank 1: ZeroDivisionError: division by zero ({whose})")
 
 
 def test_another_backend_trains_beside_them(prepared: list[dict[str, Any]]) -> None:
@@ -197,6 +207,35 @@ def test_commands_show_the_broken_ones_with_the_reason_and_work_for_others(insta
     for name in ("footprint-text", "footprint-fails", "footprint-loose"):
         assert rows[name]["status"] == "refused"
         check(name, OTHER_HOOKS[name], rows[name]["note"])
+
+
+def test_a_distribution_that_is_half_gone_is_named_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "half", "1 / 0")
+    (tmp_path / "their_half-1.2.dist-info" / "METADATA").unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    listed = {backend["name"]: backend for backend in json.loads(invoke("backends", "--json"))}
+    assert listed["ddp"]["installed"]
+    assert "ZeroDivisionError" in listed["half"]["problem"]
+    assert str(tmp_path / "their_half-1.2.dist-info") in listed["half"]["problem"]
+
+
+def test_auto_takes_one_of_the_others(installed: Path) -> None:
+    chosen = shardkit.Strategy("auto", options={"memory": "1GiB"})
+    model = W()
+    with shardkit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen) as session:
+        assert session.strategy.backend in LISTED
+
+
+def test_a_benchmark_has_a_row_for_each_that_can_be_asked_for(installed: Path) -> None:
+    from shardkit.bench._arms import arms
+
+    found = {arm.row.strategy: arm.row for arm in arms([], [], None, 1, "cpu")}
+    assert found["ddp"].status == "measured"
+    for name in set(UNDESCRIBED) - {"Capital", "auto"}:
+        assert found[name].status == "failed"
+        check(name, UNDESCRIBED[name], found[name].note)
 
 
 def test_compare_has_a_row_for_the_broken_one_and_trains_the_others(installed: Path) -> None:
@@ -332,6 +371,19 @@ def test_what_a_backend_raises_through_a_wrapper_is_the_backends(installed: Path
     assert caught.value.__notes__ == [
         "raised by backend 'fails' (distribution their-fails 1.2) in its shardkit_prepare"
     ]
+
+
+@pytest.mark.usefixtures("clean")
+def test_nothing_of_an_engine_is_kept_once_its_session_is_gone() -> None:
+    shardkit.register(Wrapper())
+    model = W()
+    held = weakref.ref(model)
+    with shardkit.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "ddp") as session:
+        session.backward(session.model(1.0))
+        session.step()
+    del model, session
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize(

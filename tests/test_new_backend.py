@@ -69,11 +69,12 @@ def test_it_writes_a_package_named_after_the_backend(tmp_path: Path, monkeypatch
 
 
 def test_with_json_it_tells_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
-    told = json.loads(command("mine", "--directory", str(tmp_path / "a" / "b"), "--json").stdout)
-    assert told["directory"] == str(tmp_path / "a" / "b")
+    place = tmp_path / "a" / "b c"
+    told = json.loads(command("mine", "--directory", str(place), "--json").stdout)
+    assert told["directory"] == str(place)
     assert (told["name"], told["distribution"], told["module"]) == ("mine", "shardkit-mine", "shardkit_mine")
-    assert set(told["files"]) == set(written(tmp_path / "a" / "b"))
-    assert told["next"][-1] == "pytest"
+    assert set(told["files"]) == set(written(place))
+    assert told["next"] == [f"cd '{place}'", 'pip install -e ".[test]"', "pytest"]
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:

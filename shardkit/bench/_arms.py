@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardkit import _registry
+from shardkit._backend import NAMES
 from shardkit._options import typed_options
 from shardkit._prepare import resolve
 from shardkit._strategy import Strategy
@@ -60,7 +61,8 @@ def _variants() -> list[str]:
         try:
             found += [variant.strategy for variant in _registry.describe(name).variants]
         except PluginError:
-            found.append(name)
+            # A row of its own, where its name can be asked for.
+            found += [name] if NAMES.fullmatch(name) else []
     return found
 
 

@@ -28,10 +28,12 @@ def new_backend(name: str, directory: Path | None, as_json: bool) -> None:
 
     Example: shardkit new-backend my-backend
     """
+    import shlex
+
     from shardkit.scaffold._write import new_backend as write
 
     found = write(name, directory)
-    commands = [f"cd {found.directory}", 'pip install -e ".[test]"', "pytest"]
+    commands = [f"cd {shlex.quote(str(found.directory))}", 'pip install -e ".[test]"', "pytest"]
     if as_json:
         from shardkit.tools.report import to_json
 
