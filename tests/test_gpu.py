@@ -85,6 +85,18 @@ def test_a_run_on_cuda_is_that_of_one_process_on_the_cpu(strategy: str) -> None:
         assert norm == found[0][1]
 
 
+def test_parameters_split_by_fairscale_on_cuda_train_as_one_process_on_the_cpu() -> None:
+    pytest.importorskip("fairscale")
+    ranks = torch.cuda.device_count()
+    found = shardkit.launch(trained, "fairscale:shard=parameters", processes=ranks, timeout=300)
+    reference = mlp()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = train_alone(reference, optimizer, STEPS, parts=ranks, max_norm=0.1)
+    for weights, norm in found:
+        assert_close(weights, expected, 1e-5)
+        assert norm == found[0][1]
+
+
 def trained_low(strategy: str, precision: str) -> tuple[dict[str, Tensor], list[bool], float]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

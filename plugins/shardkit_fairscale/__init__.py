@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class FairScaleOptions:
     """What can be set of FairScale."""
 
-    shard: Literal["gradients", "optimizer"] = option(
+    shard: Literal["gradients", "optimizer", "parameters"] = option(
         "gradients",
-        "what is split over the ranks: gradients and optimizer state (OSS with ShardedDDP), or the optimizer state "
-        "alone (OSS with DistributedDataParallel)",
+        "what is split over the ranks: gradients and optimizer state (OSS with ShardedDDP), the optimizer state "
+        "alone (OSS with DistributedDataParallel), or the parameters, too (FullyShardedDataParallel, on CUDA only; on "
+        "CPU it fails to gather them, and the strategy 'fsdp' does the same)",
     )
     reduce_buffer_size: int = option(
         2**16,
@@ -67,6 +68,14 @@ def shardkit_describe() -> Backend:
                 shards=frozenset({"optimizer"}),
                 speed=1.05,
             ),
+            Variant(
+                strategy="fairscale:shard=parameters",
+                summary="FullyShardedDataParallel: optimizer state, gradients and parameters split over the ranks",
+                shards=frozenset({"parameters", "gradients", "optimizer"}),
+                devices=frozenset({"cuda"}),
+                elsewhere="FullyShardedDataParallel gathers parameters in CUDA streams; use the strategy 'fsdp', which "
+                "splits the same",
+            ),
         ),
     )
 
@@ -77,13 +86,21 @@ def shardkit_prepare(
 ) -> Engine | None:
     if optimizer is None:
         return None
+    if options.shard == "parameters":
+        from shardkit_fairscale._parameters import build
+
+        return build(model, optimizer, strategy)
     from shardkit_fairscale._engine import FairScaleEngine
 
     return FairScaleEngine(model, optimizer, strategy, options)
 
 
 @hookimpl
-def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions) -> Engine:
+def shardkit_control(
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: FairScaleOptions
+) -> Engine | None:
+    if options.shard == "parameters":
+        return None
     from shardkit_fairscale._control import FairScaleControl
 
     return FairScaleControl(model, optimizer, strategy, options)
@@ -91,8 +108,10 @@ def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy,
 
 @hookimpl
 def shardkit_footprint(model: ModelSize, strategy: Strategy, options: FairScaleOptions) -> Footprint:
-    from shardkit_fairscale._footprint import FairScaleFootprint
+    from shardkit_fairscale._footprint import FairScaleFootprint, FullyShardedFootprint
 
+    if options.shard == "parameters" and model.world_size > 1:
+        return FullyShardedFootprint(model)
     return FairScaleFootprint(model, options)
 
 

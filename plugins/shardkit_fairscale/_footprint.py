@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
@@ -92,6 +93,36 @@ class FairScaleFootprint(Footprint):
             self._reducer.drop()
         self.held.gradients = 0
         return self._scratch
+
+
+@final
+class FullyShardedFootprint(Footprint):
+    """A rank's runs of weights and state; weights and gradients whole while a window passes."""
+
+    def __init__(self, model: ModelSize) -> None:
+        super().__init__(model)
+        self._runs = {value.name: math.ceil(value.elements / model.world_size) for value in model.parameters}
+        self._own = sum(self._runs[value.name] * value.itemsize for value in model.parameters)
+        self._whole = sum(value.nbytes for value in model.parameters)
+        self._largest = max((value.nbytes for value in model.parameters), default=0)
+        self.held.parameters = self._own
+
+    def stepped(self) -> Sequence[Stepped]:
+        return [
+            Stepped((self._runs[value.name],), value.name)
+            for value in self.model.parameters
+            if value.updated and value.trainable
+        ]
+
+    def forward(self, names: Sequence[str]) -> int:
+        self.held.parameters = self._own + self._whole
+        return 0
+
+    def step(self) -> int:
+        before = self.held.total
+        self.held.parameters, self.held.gradients = self._own, 0
+        # Each gradient is filled up to be cut into equal runs, beside all others that are whole.
+        return before - self._whole + self._largest - self.held.total
 
 
 def owned(parameters: Sequence[ParameterSize], world_size: int) -> list[list[ParameterSize]]:

@@ -81,7 +81,7 @@ def bisect(
     if ends[0] == ends[1]:
         raise InputError(f"good and bad are the same version, {ends[0]}: a bisection needs two")
     names, _ = concerned(specs[0])
-    arms, _ = arms_of(strategies, names, controls=controls, is_loop=is_loop)
+    arms, _ = arms_of(strategies, names, work.device, controls=controls, is_loop=is_loop)
     low, high = sorted(ends)
     line = sorted({low, high, *(version for version in versions(package) if low < version < high)})
     if ends[0] > ends[1]:

@@ -168,7 +168,7 @@ def check_repeats(repeats: int) -> None:
 
 
 def arms_of(
-    strategies: Sequence[str], backends: Sequence[str], *, controls: bool, is_loop: bool
+    strategies: Sequence[str], backends: Sequence[str], device: str = "cpu", *, controls: bool, is_loop: bool
 ) -> tuple[list[Arm], list[str]]:
     """Return the arms of strategies that were asked for, or of all variants of some backends; and what was left out.
 
@@ -192,6 +192,9 @@ def arms_of(
             notes.append(f"{name}: {error}")
             continue
         for variant in backend.variants:
+            if variant not in backend.variants_on(device):
+                notes.append(f"{variant.strategy}: left out on {device}: {variant.elsewhere}")
+                continue
             found += _with_control(variant.strategy, name, controls)
     return list(dict.fromkeys(found)), notes
 

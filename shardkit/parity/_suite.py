@@ -38,7 +38,7 @@ def run(
     check_repeats(repeats)
     work, is_loop = resolved(work)
     names, notes = installed_backends()
-    arms, more = arms_of(strategies, names, controls=controls, is_loop=is_loop)
+    arms, more = arms_of(strategies, names, work.device, controls=controls, is_loop=is_loop)
     if not strategies:
         notes += more
     for note in notes if not strategies else ():

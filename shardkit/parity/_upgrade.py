@@ -65,7 +65,7 @@ def upgrade(
     work, is_loop = resolved(work)
     old, new = pair(parse_specs(before), parse_specs(after))
     names, notes = concerned(old)
-    arms, more = arms_of(strategies, names, controls=controls, is_loop=is_loop)
+    arms, more = arms_of(strategies, names, work.device, controls=controls, is_loop=is_loop)
     notes += more
     for note in notes:
         listener.note(note)

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardkit import _registry
 from shardkit._options import typed_options
 from shardkit._strategy import Strategy, is_path
-from shardkit.errors import InputError, LaunchError, MissingLibraryError, PluginError, StrategyError
+from shardkit.errors import (
+    InputError,
+    LaunchError,
+    MissingLibraryError,
+    PluginError,
+    StrategyError,
+    UnsupportedError,
+)
 from shardkit.tools import _server
 from shardkit.tools.listing import versions
 from shardkit.workloads import _find
@@ -44,7 +51,8 @@ Status = Literal["reference", "agrees", "differs", "unjudged", "failed", "missin
 class Row:
     """What came of one strategy.
 
-    ``status`` is ``"unjudged"`` where the precision isn't float32, ``"missing"`` where the library isn't installed.
+    ``status`` is ``"unjudged"`` where the precision isn't float32, ``"missing"`` where the library isn't installed,
+    or the variant doesn't run on the device.
     ``losses`` are per step, the mean over all micro-batches of all ranks. ``loss_difference`` is the largest over all
     steps, relative to the reference. ``weights_difference`` is the L2 norm of the difference of all trained weights
     at the end, relative to that of the reference's weights. ``samples_per_second`` is over all ranks, for the median
@@ -138,7 +146,8 @@ def compare(
             raise InputError(f"{name} is at least 1, not {count}")
     shared = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "seed": seed}
     Strategy("any", **shared)  # type: ignore[arg-type]
-    arms = [_wanted(text, shared) for text in strategies] if strategies else list(_installed(shared))
+    device = _device(device, processes)
+    arms = [_wanted(text, shared) for text in strategies] if strategies else list(_installed(shared, device))
 
     _server.start(workload)
     from shardkit.tools._trial import Task, train_reference, train_strategy
@@ -152,7 +161,7 @@ def compare(
             accumulate=accumulate,
             max_grad_norm=max_grad_norm,
             seed=seed,
-            device=_device(device, processes),
+            device=device,
             progress=Path(folder, "progress"),
         )
         listener.begin("reference")
@@ -217,8 +226,12 @@ def _resolve(text: str) -> Strategy:
     return resolve(text)
 
 
-def _installed(shared: dict[str, Any]) -> Iterator[tuple[Row, Strategy | None]]:
-    """Yield every variant of every backend, in the order of names; one whose library isn't installed is a row."""
+def _installed(shared: dict[str, Any], device: str) -> Iterator[tuple[Row, Strategy | None]]:
+    """Yield every variant of every backend, in the order of names; one that can't run here is a row that says why."""
+    import torch
+
+    from shardkit._checks import check_fit
+
     for name in _registry.claims():
         try:
             backend = _registry.describe(name)
@@ -228,7 +241,8 @@ def _installed(shared: dict[str, Any]) -> Iterator[tuple[Row, Strategy | None]]:
         for variant in backend.variants:
             try:
                 _registry.require_library(backend)
-            except MissingLibraryError as error:
+                check_fit(backend, Strategy.parse(variant.strategy), torch.device(device))
+            except (MissingLibraryError, UnsupportedError) as error:
                 yield Row(variant.strategy, "missing", str(error)), None
                 continue
             yield _wanted(variant.strategy, shared)

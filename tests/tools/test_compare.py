@@ -165,11 +165,17 @@ def test_what_differs_outweighs_what_could_not_run(comparison: Comparison) -> No
 
 
 def test_every_variant_runs_by_default_and_what_is_missing_or_broken_is_a_row(faulty_backends: Path) -> None:
-    rows = {row.strategy: (row, strategy) for row, strategy in _installed({"accumulate": 2})}
+    rows = {row.strategy: (row, strategy) for row, strategy in _installed({"accumulate": 2}, "cpu")}
     assert rows["ddp"][1] is not None
     assert rows["ddp"][1].accumulate == 2
     assert rows["absent"][0].status == "missing"
     assert rows["absent"][1] is None
+    row, strategy = rows["fairscale:shard=parameters"]
+    assert (row.status, strategy) == ("missing", None)
+    assert "runs on cuda, not on cpu" in row.note
+    assert "fairscale:shard=parameters" not in {
+        row.strategy for row, strategy in _installed({}, "cuda") if strategy is None
+    }
     assert rows["broken"][0].status == "failed"
     assert "SystemExit" in rows["broken"][0].note
 
