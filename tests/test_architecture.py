@@ -56,7 +56,7 @@ def test_the_core_imports_no_plugin_and_no_library_of_a_backend(path: Path) -> N
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
 def test_a_plugin_imports_public_names_of_the_core_and_nothing_of_another(plugin: Path) -> None:
-    modules = "averaging control errors gradients nested optimizers owners parameters replicated"
+    modules = "averaging control errors gradients lockstep nested optimizers owners parameters replicated"
     public = {f"shardkit.{name}" for name in modules.split()}
     others = {other.name for other in PLUGINS} - {plugin.name}
     for path in plugin.rglob("*.py"):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.errors import UnsupportedError
-from shardkit_deepspeed._watch import reduce_scatter, watched
+from shardkit.lockstep import reduce_scatter, watched
 
 if TYPE_CHECKING:
     from torch import nn

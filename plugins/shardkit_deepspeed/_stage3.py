@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardkit import Shard
 from shardkit.errors import StateError, UnsupportedError
+from shardkit.lockstep import broken
 from shardkit_deepspeed._fragments import Fragment
 from shardkit_deepspeed._half import ignore, write
 from shardkit_deepspeed._hooks import gather_in_every_backward, patch_outputs, unpatch_outputs
@@ -20,7 +21,6 @@ from shardkit_deepspeed._lockstep import Lockstep
 from shardkit_deepspeed._meeting import Meeting
 from shardkit_deepspeed._restore import Restore
 from shardkit_deepspeed._sharded import ShardedEngine, _elements, _shape
-from shardkit_deepspeed._watch import broken
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,0 +1,7 @@
+"""Backend fsdp."""
+
+from shardkit.testing import BackendSuite
+
+
+class TestFSDP(BackendSuite):
+    backend = "fsdp"
