@@ -10,7 +10,7 @@ from task import ACCUMULATE, batches_of, build, groups, warmup
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def train(strategy, record=contextlib.nullcontext, steps=10, resume="checkpoints", save=None):
+def train(strategy, record, steps=10, resume="checkpoints", save=None):
     model = build()
     optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
     session = shardkit.prepare(model, optimizer, strategy)

@@ -5,7 +5,9 @@ from pydoc_data.topics import topics
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-TEXT = torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8).long()
+TEXT = torch.frombuffer(
+    bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8
+).long()
 LENGTH = 64
 ACCUMULATE = 2
 
