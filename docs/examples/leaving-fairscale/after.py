@@ -2,17 +2,20 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 
-import shardkit
 import torch
 from task import ACCUMULATE, batches_of, build, groups, warmup
 from torch.optim.lr_scheduler import LambdaLR
+
+import shardkit
 
 
 def train(strategy, record, steps=10, resume="checkpoints", save=None):
     model = build()
     optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
+    strategy = dataclasses.replace(strategy, accumulate=ACCUMULATE, max_grad_norm=1.0)
     session = shardkit.prepare(model, optimizer, strategy)
     schedule = LambdaLR(session.optimizer, warmup)
     if resume:
@@ -44,5 +47,4 @@ if __name__ == "__main__":
     parser.add_argument("--trace")
     given = parser.parse_args()
     record = functools.partial(shardkit.parity.record, path=given.trace) if given.trace else contextlib.nullcontext
-    strategy = f"{given.strategy}{',' if ':' in given.strategy else ':'}accumulate={ACCUMULATE},max_grad_norm=1.0"
-    train(strategy, record, given.steps, given.resume, given.save)
+    train(shardkit.Strategy.parse(given.strategy), record, given.steps, given.resume, given.save)
