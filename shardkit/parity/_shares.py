@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from shardkit.errors import TraceError
+from shardkit.errors import TraceError, UnsupportedError
 from shardkit.parity._sketch import Run, Sketcher
 
 if TYPE_CHECKING:
@@ -35,6 +35,14 @@ def own_module(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Mo
     raise TraceError(f"the backend's {type(model).__name__} doesn't hold the module's parameters under their names")
 
 
+def _elements(value: nn.Parameter) -> int:
+    """Return how many elements of a parameter the module holds: none where the backend refuses to show them."""
+    try:
+        return value.detach().reshape(-1).numel()
+    except UnsupportedError:
+        return 0
+
+
 @final
 class Shares:
     """This rank's part in the sketches of all weights. To make it is collective."""
@@ -43,7 +51,7 @@ class Shares:
         self._engine = session._engine
         self._numel = {name: math.prod(shape) for name, shape in shapes.items()}
         self._module = own_module(self._engine.model, shapes)
-        held = {name: value.numel() for name, value in self._module.named_parameters()}
+        held = {name: _elements(value) for name, value in self._module.named_parameters()}
         here = {name for name, numel in self._numel.items() if held[name] == numel}
         told = session._processes.agree(here)
         whole = set.intersection(*told)

@@ -159,6 +159,24 @@ def ddp(folder: Path) -> Result:
     return _train(module, model, optimizer, save)
 
 
+def zero(folder: Path) -> Result:
+    """Train with ZeroRedundancyOptimizer under DistributedDataParallel, whose state one rank collects and saves."""
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    _group()
+    module = Odd(number=True)
+    optimizer = ZeroRedundancyOptimizer(groups(module), torch.optim.AdamW, lr=0.01)
+    model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+
+    def save() -> None:
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "zero.pt")
+
+    return _train(module, model, optimizer, save)
+
+
 class Chain(nn.Module):
     """Layers of distinct sizes, with nothing that fully_shard doesn't take."""
 
@@ -172,9 +190,9 @@ class Chain(nn.Module):
 
 
 def fsdp(folder: Path) -> Result:
-    """Train with fully_shard, whose folder has each parameter in parts."""
+    """Train with fully_shard, and write a folder that has each parameter in parts and a file that has them whole."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
 
     warnings.simplefilter("ignore")
@@ -186,6 +204,9 @@ def fsdp(folder: Path) -> Result:
     def save() -> None:
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "fsdp")
+        weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        if dist.get_rank() == 0:
+            torch.save({"model": weights, "optimizer": state}, folder / "fsdp.pt")
 
     losses, _ = _train(model, model, optimizer, save)
     return losses, {name: value.full_tensor() for name, value in model.state_dict().items()}  # type: ignore[operator]

@@ -86,6 +86,11 @@ def fsdp(folder: Path) -> list[Any]:
     return run(libraries.fsdp, folder)
 
 
+@pytest.fixture(scope="module")
+def zero(folder: Path) -> list[Any]:
+    return run(libraries.zero, folder)
+
+
 def built(number: bool = False) -> dict[str, Any]:
     """Return a model and its optimizer, as they were built when the run began."""
     model = Odd(number)
@@ -234,9 +239,18 @@ def test_all_forms_of_torchs_folders_hold_what_its_file_does(
     assert facts == other_facts
 
 
-def test_a_folder_of_parameters_in_parts_goes_on(fsdp: list[Any], folder: Path, tmp_path: Path) -> None:
-    path = import_checkpoint(folder / "fsdp", tmp_path)
-    go_on(path, ("ddp", "deepspeed:stage=1"), fsdp, 2, model="Chain")
+def test_the_collected_state_of_a_zero_redundancy_optimizer_goes_on(
+    zero: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    path = import_checkpoint(folder / "zero.pt", tmp_path, **built(number=True))
+    go_on(path, ("zero", "deepspeed:stage=2"), zero, 2, model="Odd with a number")
+    go_on(path, ("ddp",), zero, 1, model="Odd with a number")
+
+
+@pytest.mark.parametrize("source", ["fsdp", "fsdp.pt"])
+def test_parameters_in_parts_and_made_whole_go_on(fsdp: list[Any], folder: Path, tmp_path: Path, source: str) -> None:
+    path = import_checkpoint(folder / source, tmp_path)
+    go_on(path, ("fsdp", "ddp", "deepspeed:stage=1"), fsdp, 2, model="Chain")
     go_on(path, ("fairscale",), fsdp, 3, model="Chain")
 
 

@@ -99,11 +99,21 @@ def programs(page: str) -> list[Program]:
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write the page's files into a folder; the built-in example of a workload is ``train.py`` on pages without one."""
+    """Write the page's files into a folder, and the programs of its folder of examples.
+
+    The built-in example of a workload is ``train.py`` on pages without one.
+    """
     for source in ("docs/workloads.md", page):
         for block in blocks(source):
             if "file" in block.marks:
                 (folder / block.marks["file"]).write_text(_prelude(block) + block.text)
+    for path in examples(page).glob("*.py"):
+        (folder / path.name).write_text(path.read_text())
+
+
+def examples(page: str) -> Path:
+    """Return the folder of a page's programs, which needn't exist."""
+    return ROOT / "docs/examples" / Path(page).stem
 
 
 def _prelude(block: Block) -> str:

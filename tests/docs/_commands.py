@@ -147,6 +147,10 @@ _VALUES: dict[str, Callable[..., object]] = {
 
 
 def _check_pip(words: list[str]) -> None:
+    if words[0] == "uninstall":
+        extras = PROJECT["project"]["optional-dependencies"].values()
+        assert set(words[1:]) <= {Requirement(library).name for libraries in extras for library in libraries}
+        return
     assert words[0] == "install", words
     rest = iter(words[1:])
     for word in rest:

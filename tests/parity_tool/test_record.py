@@ -335,3 +335,21 @@ def test_a_rank_that_fails_alone_is_told_of_and_no_half_trace_is_left(tmp_path: 
     assert time.monotonic() - start < 40
     if (tmp_path / "run.trace").exists():
         assert Trace.load(tmp_path / "run.trace").facts["ended"]
+
+
+def _under(strategies: list[str]) -> list[Trace | None]:
+    recordings = []
+    for strategy in strategies:
+        with opened(strategy) as session, record(session, None) as recording:
+            for step in range(2):
+                take(session, step)
+        recordings.append(recording)
+    return [recording.trace for recording in recordings]
+
+
+def test_parameters_that_a_backend_refuses_to_show_are_sketched_from_its_shards() -> None:
+    whole, shards = testing.run(_under, ["ddp", "fsdp"], processes=2, timeout=60)[0]
+    assert whole.parameters == shards.parameters
+    assert whole.weight_samples.any()
+    torch.testing.assert_close(shards.weight_samples[:, 0], whole.weight_samples[:, 0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(shards.weight_norms[:, 0], whole.weight_norms[:, 0], rtol=1e-5, atol=1e-6)
