@@ -132,7 +132,7 @@ def _check_strategies(texts: tuple[str, ...]) -> None:
 
 
 def _check_precisions(text: str) -> None:
-    assert set(text.split(",")) <= {"fp32", "bf16", "fp16"}, text
+    assert not text or set(text.split(",")) <= {"fp32", "bf16", "fp16"}, text
 
 
 _VALUES: dict[str, Callable[..., object]] = {
