@@ -220,14 +220,10 @@ def test_torchs_own_checkpoints_go_on(ddp: list[Any], folder: Path, tmp_path: Pa
     go_on(path, ("ddp", "deepspeed:stage=3"), ddp, 2, model="Odd with a number")
 
 
-@pytest.mark.parametrize("source", ["dcp", "dcp-flat", "dcp-numbers"])
-def test_all_forms_of_torchs_folders_hold_what_its_file_does(
-    ddp: list[Any], folder: Path, tmp_path: Path, source: str
-) -> None:
+def assert_holds_the_same(path: Path, other: Path) -> None:
     contents = []
-    for one in ("ddp.pt", source):
-        path = import_checkpoint(folder / one, tmp_path / one, **built(number=True))
-        with Reader(path) as reader:
+    for one in (path, other):
+        with Reader(one) as reader:
             files = ("weights.safetensors", "optimizer.safetensors")
             tensors = {(file, name): reader.read(file, name) for file in files for name in reader.specs(file)}
             found = reader.manifest["optimizer"]
@@ -239,6 +235,15 @@ def test_all_forms_of_torchs_folders_hold_what_its_file_does(
     assert facts == other_facts
 
 
+@pytest.mark.parametrize("source", ["dcp", "dcp-flat", "dcp-numbers"])
+def test_all_forms_of_torchs_folders_hold_what_its_file_does(
+    ddp: list[Any], folder: Path, tmp_path: Path, source: str
+) -> None:
+    assert_holds_the_same(
+        *(import_checkpoint(folder / one, tmp_path / one, **built(number=True)) for one in ("ddp.pt", source))
+    )
+
+
 def test_the_collected_state_of_a_zero_redundancy_optimizer_goes_on(
     zero: list[Any], folder: Path, tmp_path: Path
 ) -> None:
@@ -247,11 +252,16 @@ def test_the_collected_state_of_a_zero_redundancy_optimizer_goes_on(
     go_on(path, ("ddp",), zero, 1, model="Odd with a number")
 
 
-@pytest.mark.parametrize("source", ["fsdp", "fsdp.pt"])
-def test_parameters_in_parts_and_made_whole_go_on(fsdp: list[Any], folder: Path, tmp_path: Path, source: str) -> None:
-    path = import_checkpoint(folder / source, tmp_path)
+def test_a_folder_of_parameters_in_parts_goes_on(fsdp: list[Any], folder: Path, tmp_path: Path) -> None:
+    path = import_checkpoint(folder / "fsdp", tmp_path)
     go_on(path, ("fsdp", "ddp", "deepspeed:stage=1"), fsdp, 2, model="Chain")
     go_on(path, ("fairscale",), fsdp, 3, model="Chain")
+
+
+def test_a_file_of_parameters_made_whole_holds_what_the_folder_of_their_parts_does(
+    fsdp: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    assert_holds_the_same(*(import_checkpoint(folder / one, tmp_path / one) for one in ("fsdp", "fsdp.pt")))
 
 
 def test_what_else_a_checkpoint_holds_comes_back_as_the_users_state(
