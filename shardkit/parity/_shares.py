@@ -36,7 +36,12 @@ def own_module(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> nn.Mo
 
 
 def _elements(value: nn.Parameter) -> int:
-    """Return how many elements of a parameter the module holds: none where the backend refuses to show them."""
+    """Return how many elements of a parameter the module itself holds.
+
+    It is none where the backend refuses to show them, and of torch's DTensor, whose size is that of all ranks' parts.
+    """
+    if hasattr(value, "to_local"):
+        return 0
     try:
         return value.detach().reshape(-1).numel()
     except UnsupportedError:

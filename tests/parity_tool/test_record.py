@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import shardkit
 from shardkit import Session, testing
+from shardkit._prepare import overriding
 from shardkit.errors import InputError, LaunchError, StateError, TraceError
 from shardkit.parity import Trace, record
 from shardkit.parity._sketch import places
@@ -337,19 +338,26 @@ def test_a_rank_that_fails_alone_is_told_of_and_no_half_trace_is_left(tmp_path: 
         assert Trace.load(tmp_path / "run.trace").facts["ended"]
 
 
-def _under(strategies: list[str]) -> list[Trace | None]:
+def _under(strategies: list[tuple[str, bool]]) -> list[Trace | None]:
     recordings = []
-    for strategy in strategies:
-        with opened(strategy) as session, record(session, None) as recording:
+    for strategy, control in strategies:
+        with (
+            overriding(control=control, any_version=False),
+            opened(strategy) as session,
+            record(session, None) as recording,
+        ):
             for step in range(2):
                 take(session, step)
         recordings.append(recording)
     return [recording.trace for recording in recordings]
 
 
-def test_parameters_that_a_backend_refuses_to_show_are_sketched_from_its_shards() -> None:
-    whole, shards = testing.run(_under, ["ddp", "fsdp"], processes=2, timeout=60)[0]
-    assert whole.parameters == shards.parameters
+def test_parameters_that_a_module_holds_in_parts_or_hides_are_sketched_from_their_shards() -> None:
+    strategies = [("ddp", False), ("fsdp", False), ("fsdp", True)]
+    whole, *sharded = testing.run(_under, strategies, processes=2, timeout=60)[0]
     assert whole.weight_samples.any()
-    torch.testing.assert_close(shards.weight_samples[:, 0], whole.weight_samples[:, 0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(shards.weight_norms[:, 0], whole.weight_norms[:, 0], rtol=1e-5, atol=1e-6)
+    for one in sharded:
+        assert one.parameters == whole.parameters
+        for kind in ("weight_samples", "weight_norms", "gradient_samples"):
+            found, expected = getattr(one, kind)[:, 0], getattr(whole, kind)[:, 0]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
