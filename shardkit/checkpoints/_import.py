@@ -300,6 +300,8 @@ class _Plan:
                 raise CheckpointError(f"the optimizer's state of {name!r} isn't a dictionary of values by name")
             for entry, value in entries.items():
                 place = f"{name}/{entry}"
+                if entry == "step" and type(value) in (int, float) and _counts_in_tensors(optimizer_class):
+                    value = torch.tensor(float(value))
                 if hasattr(value, "shape"):
                     self._files[OPTIMIZER][place] = _held(value)
                     state.setdefault(name, {})[entry] = {"$tensor": place}
@@ -332,6 +334,11 @@ class _Plan:
             except CheckpointError:
                 self.left_out.append(key)
         return kept
+
+
+def _counts_in_tensors(optimizer_class: str | None) -> bool:
+    """Return whether it is a class of torch's that refuses a number for ``step``, as it was before torch 1.12."""
+    return hasattr(torch.optim, optimizer_class or "") and optimizer_class != "SparseAdam"
 
 
 def _held(value: Tensor | Pieces) -> Tensor | Held:

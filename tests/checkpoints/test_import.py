@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -322,6 +323,21 @@ def goes_on(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expe
 
 def reversed_adam(model: nn.Module, **settings: Any) -> torch.optim.Adam:
     return torch.optim.Adam(list(model.parameters())[::-1], lr=0.01, **settings)
+
+
+@pytest.mark.parametrize("count", [int, float])
+def test_steps_that_are_counted_in_numbers_as_before_torch_1_12_go_on(tmp_path: Path, count: Any) -> None:
+    model = Same()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    trained(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["state"].values():
+        values["step"] = count(values["step"])
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    path = import_checkpoint(tmp_path / "run.pt", tmp_path, names="order", optimizer_class="Adam")
+    trained(model, optimizer, 2)
+    other = Same()
+    goes_on(path, other, torch.optim.Adam(other.parameters(), lr=0.01), model)
 
 
 def test_names_are_asked_for_where_the_numbers_could_mean_several(tmp_path: Path) -> None:
