@@ -36,7 +36,7 @@ class Part:
         self._names = names
 
     def over(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the copy, as :attr:`stepper`: over the ``params`` of these groups, which are those of the user's in
+        """Return the copy, as ``stepper``: over the ``params`` of these groups, which are those of the user's in
         their order, and no others. A library that makes its optimizer from a class is given this in its place."""
         self.stepper = twin(
             self._user,

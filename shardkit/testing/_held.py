@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,22 +37,30 @@ class Held:
 def measured(strategy: str) -> Held:
     """Train a few steps of Adam on this rank, and return what it holds. Collective."""
     fix_allocator()
-    x = torch.ones(1, WIDTH)
+    # What is imported and made once for all sessions is no model's.
+    _train(strategy, 8, 2)
+    gc.collect()
     counted = memory(torch.device("cpu"))
     start = counted.in_use()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    size, between, end = _train(strategy, WIDTH, LAYERS, lambda: _settled(counted))
+    return Held(size, between - start, end - between)
+
+
+def _train(strategy: str, width: int, layers: int, count: Callable[[], int] = int) -> tuple[int, int, int]:
+    """Train four steps; return the model's bytes, and what is counted before the last window and at its end."""
+    x = torch.ones(1, width)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     size = sum(value.nbytes for value in model.parameters())
     with shardkit.prepare(model, optimizer, strategy) as session:
         for _ in range(3):
             session.backward(session.model(x).square().mean())
             session.step()
-        between = _settled(counted)
+        between = count()
         session.backward(session.model(x).square().mean())
-        end = _settled(counted)
+        end = count()
         session.step()
-    return Held(size, between - start, end - between)
+    return size, between, end
 
 
 def _settled(counted: Memory) -> int:

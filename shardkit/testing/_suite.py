@@ -42,6 +42,8 @@ ON_OTHER_SIZES = (
 )
 """The cases that run on one and on three ranks too: those in which the way that parameters are split shows."""
 
+_REFUSALS = ("UnsupportedError", "StrategyError", "InputError")
+
 # What is slow to import, and that cases need.
 preload("pytest", "transformers.models.t5.modeling_t5", "transformers.models.gpt2.modeling_gpt2")
 
@@ -91,47 +93,31 @@ class BackendSuite:
     # What it declares.
 
     def test_to_describe_itself_imports_neither_torch_nor_a_library(self) -> None:
-        found = _probed(self.backend)["described"]
-        self._require(
-            not found,
-            f"imported {', '.join(found)} to describe itself",
-            "nothing heavy is imported before prepare",
-            "lazy",
-        )
+        found = ", ".join(_probed(self.backend)["described"])
+        right = "nothing heavy is imported before prepare"
+        self._require(not found, f"imported {found} to describe itself", right, "laziness")
 
     def test_to_say_what_it_holds_imports_no_library(self) -> None:
-        found = _probed(self.backend)["planned"]
-        self._require(
-            not found, f"imported {', '.join(found)} for its footprint", "its library is imported at prepare", "lazy"
-        )
+        found = ", ".join(_probed(self.backend)["planned"])
+        right = "a plan is made where its library isn't installed"
+        self._require(not found, f"imported {found} for its footprint", right, "laziness")
 
     def test_each_variant_is_a_strategy_of_its_own(self) -> None:
-        variants = self._declared().variants
-        texts = [variant.strategy for variant in variants]
+        texts = [variant.strategy for variant in self._declared().variants]
         own = [Strategy.parse(text).backend == self.backend for text in texts]
-        self._require(
-            bool(texts) and all(own) and len(set(texts)) == len(texts),
-            f"declares {', '.join(texts) or 'none'}",
-            f"at least one variant, each once, whose strategy begins with {self.backend!r}",
-            "declaration",
-        )
+        right = f"at least one variant, each once, whose strategy begins with {self.backend!r}"
+        holds = bool(texts) and all(own) and len(set(texts)) == len(texts)
+        self._require(holds, f"declares {', '.join(texts) or 'none'}", right, "declaration")
 
     @pytest.mark.parametrize("what", ["precision", "device", "option", "value"])
     def test_what_it_does_not_declare_is_refused_before_its_library_is_imported(self, what: str) -> None:
         for told in _probed(self.backend)["refused"][what]:
-            self._require(
-                told["error"] in ("UnsupportedError", "StrategyError", "InputError")
-                and self.backend in told["message"],
-                f"took {told['asked']}, or said {told['error']}: {told['message']}",
-                f"an error that names {self.backend!r}",
-                "refusals",
-            )
-            self._require(
-                not told["loaded"],
-                f"imported {', '.join(told['loaded'])} first",
-                "refused before the import",
-                "refusals",
-            )
+            named = told["error"] in _REFUSALS and self.backend in told["message"]
+            did = f"to {told['asked']} it said {told['error']}: {told['message']}"
+            self._require(named, did, f"a {' or '.join(_REFUSALS)} that names {self.backend!r}", "refusals")
+            loaded = ", ".join(told["loaded"])
+            did = f"imported {loaded} before it refused {told['asked']}"
+            self._require(not loaded, did, "what isn't declared is refused first", "refusals")
 
     # What it computes.
 
