@@ -20,7 +20,7 @@ _PARITY_OFFLOAD = "deepspeed:stage=2,offload_optimizer=cpu"
 """The one strategy with offload that the parity suite runs by default."""
 
 
-_LIKE_OTHERS = ("deepspeed:stage=0", "deepspeed:stage=1", "fairscale:shard=optimizer")
+_LIKE_OTHERS = ("deepspeed:stage=0", "deepspeed:stage=1", "fairscale:shard=optimizer", "zero")
 """Under these a load that is refused goes through nothing that it doesn't under the others."""
 
 
@@ -42,6 +42,8 @@ def _has_others_for_it(item: pytest.Function) -> bool:
         if kept is not None and "cell" in params:
             return not any(strategy in kept for strategy in strategies)
         return bool(offloads) and (module in ("test_low_precision", "test_race") or _PARITY_OFFLOAD not in offloads)
+    if folder == "plugins" and (module, "found" in item.fixturenames) == ("test_deepspeed", True):
+        return True  # the suite tries the same under every strategy
     if module == "test_misfits" and any(strategy in _LIKE_OTHERS for strategy in strategies):
         return True
     return bool(offloads) and (folder == "checkpoints" or module == "test_sizes")

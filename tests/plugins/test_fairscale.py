@@ -353,12 +353,15 @@ def check(form: str, name: str, ranks: int) -> None:
             close(mine, right)
 
 
+# The suite tries much the same.
+@pytest.mark.slow
 @form
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_trains_as_one_process_on_the_global_batch_does(form: str, name: str) -> None:
     check(form, name, ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_SHARDED_GRADIENTS)
 def test_trains_with_sharded_gradients_as_one_process_does(name: str) -> None:
     check("fairscale", name, ranks=2)
@@ -367,6 +370,7 @@ def test_trains_with_sharded_gradients_as_one_process_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("form", "ranks"), [*((form, ranks) for form in FORMS[::2] for ranks in (1, 3)), (FORMS[0], 4)]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AT_OTHER_SIZES)
 def test_trains_at_other_world_sizes(form: str, name: str, ranks: int) -> None:
     check(form, name, ranks)
