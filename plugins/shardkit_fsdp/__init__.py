@@ -38,8 +38,9 @@ def shardkit_describe() -> Backend:
 def shardkit_prepare(
     model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: FSDPOptions
 ) -> Engine | None:
-    from shardkit_fsdp._build import build
+    from shardkit_fsdp._build import build, check_gather
 
+    check_gather(strategy, options)
     return None if optimizer is None else build(model, optimizer, strategy, options)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from shardkit import Engine, Strategy
-from shardkit.errors import InputError, UnsupportedError
+from shardkit.errors import InputError, StrategyError, UnsupportedError
 from shardkit.optimizers import reach
 from shardkit.parameters import sharing
 from shardkit_fsdp._engine import FSDPEngine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DRIVEN = {
     FSDPParam: "init_unsharded_param to_sharded to_unsharded alloc_all_gather_outputs _setattr_on_modules "
-    "reset_sharded_param _get_grad_inner_tensor",
+    "init_dtype_attrs reset_sharded_param _get_grad_inner_tensor",
     FSDPParamGroup: "unshard wait_for_unshard reshard _to_sharded pre_forward post_forward pre_backward post_backward "
     "finalize_backward _record_post_forward _reset_iter_state",
     FSDPState: "_register_root_post_backward_final_callback _register_pre_backward_hook _lazy_init _pre_backward "
@@ -43,6 +43,19 @@ def build(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: F
         )
     check_state(model, optimizer)
     return FSDPEngine(model, optimizer, strategy, options)
+
+
+def check_gather(strategy: Strategy, options: FSDPOptions) -> None:
+    """Raise unless the strategy has the precision that parameters are to be gathered in.
+
+    Raises:
+        StrategyError: it has none but float32.
+    """
+    if options.gather == "low" and strategy.precision == "fp32":
+        raise StrategyError(
+            "option gather='low' of backend 'fsdp' gathers parameters in the strategy's precision, and that is fp32: "
+            "add precision=bf16 or precision=fp16, or leave gather out"
+        )
 
 
 def check_driven() -> None:

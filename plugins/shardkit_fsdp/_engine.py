@@ -50,7 +50,7 @@ class FSDPEngine(Engine):
             for name, value in part._parameters.items()
             if value is not None
         ]
-        self._shards = shards = Shards(model, options)
+        self._shards = shards = Shards(model, options, strategy.precision)
         self._shared = shards.shared
         self._names = shards.names
         self._held = shards.held
@@ -286,16 +286,18 @@ class FSDPEngine(Engine):
             # Within another such context.
             yield
             return
-        for group in groups:
-            group.gather_now()
-        shared.whole = True
-        versions = self._written()
+        self._shards.exactly(True)
         try:
+            for group in groups:
+                group.gather_now()
+            shared.whole = True
+            versions = self._written()
             yield
         finally:
             shared.whole = False
             for group in groups:
                 group.reshard_now()
+            self._shards.exactly(False)
         if versions != self._written():
             raise UnsupportedError(
                 "backend 'fsdp' shards the parameters, so that what is written into them within session.evaluate() is "
@@ -320,6 +322,7 @@ class FSDPEngine(Engine):
         self._shared.root._reset_iter_state()
         for group in self._shards.groups:
             group.reshard_now()
+        self._shards.exactly(False)
         self._drop_gradients()
         if self._shared.lockstep is not None:
             self._shared.lockstep.restart()

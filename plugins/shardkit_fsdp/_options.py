@@ -25,3 +25,8 @@ class FSDPOptions:
     offload: Literal["none", "cpu"] = option(
         "none", "where shards of parameters, gradients and optimizer wait and are updated: cpu is host memory"
     )
+    gather: Literal["fp32", "low"] = option(
+        "fp32",
+        "what parameters of two or more dimensions are gathered in: fp32, or low, the strategy's precision bf16 or "
+        "fp16, which is half as much to send and to hold; their shards stay float32",
+    )

@@ -21,13 +21,14 @@ else:
 _INSTEAD = "use fairscale or ddp"
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 # Properties whose values are elements and not facts.
-_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_FACTS = _names(
+VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+FACTS = names(
     """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference
     get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_contiguous stride
@@ -37,14 +38,14 @@ _FACTS = _names(
     """
 )
 # In place, element by element: each rank does it to its own.
-_ELEMENTWISE = _names(
+_ELEMENTWISE = names(
     """
     copy_ mul_ add_ sub_ div_ fill_ zero_ lerp_ clamp_ clamp_min_ clamp_max_ neg_ abs_ sqrt_ square_ pow_
     addcmul_ addcdiv_ masked_fill_ nan_to_num_ sign_ exp_ log_ round_ multiply_ subtract_ divide_ clip_
     """
 )
 # What leaves the device or the graph is done for a look, often on one rank.
-_LOOKS = _names(
+_LOOKS = names(
     """
     cpu cuda numpy tolist item to double float half bfloat16 type data_ptr storage untyped_storage __array__
     __reduce_ex__ __deepcopy__ share_memory_ pin_memory __dlpack__ __contains__ __bool__ __float__ __int__
@@ -53,7 +54,7 @@ _LOOKS = _names(
 )
 # Layers, which may run without gradients too.
 _LAYERS = frozenset({"torch.nn.functional", "torch._C._nn", "torch.nn.modules"})
-_LAYER_NAMES = _names(
+_LAYER_NAMES = names(
     """
     linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding layer_norm rms_norm
     batch_norm group_norm instance_norm matmul mm bmm addmm baddbmm addbmm mv dot einsum bilinear prelu
@@ -71,12 +72,12 @@ class Sharded(_Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             prop = func.__self__.__name__
-            if prop not in _VALUES and prop != "data":
-                return _plainly(func, args, kwargs)
+            if prop not in VALUES and prop != "data":
+                return plainly(func, args, kwargs)
             if prop == "data":
                 return alias(_held(args[0])) if name == "__get__" else _write("copy_", _held(args[0]), args[1:], {})
-        elif name in _FACTS:
-            return _plainly(func, args, kwargs)
+        elif name in FACTS:
+            return plainly(func, args, kwargs)
         elif name == "__repr__":
             return f"<parameter of shape {tuple(args[0].shape)}, in shards of backend 'fsdp'>"
         elif name in _LOOKS:
@@ -104,7 +105,7 @@ class Sharded(_Tensor):
         homes = list({id(value._shardkit_held.home): value._shardkit_held.home for value in found}.values())
         if not torch.is_grad_enabled() and not is_layer and not all(home.is_whole for home in homes):
             _refuse_look(name)
-        return _gathered(homes, lambda: _plainly(func, args, kwargs), name)
+        return _gathered(homes, lambda: _called(func, name, args, kwargs), name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse_copy()
@@ -155,9 +156,16 @@ def _held(value: Any) -> Held:
     return held
 
 
-def _plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function of torch with parameters taken for plain tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _called(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    from shardkit_fsdp._lowered import call
+
+    return call(func, name, args, kwargs)
 
 
 def _sharded(values: Any) -> Iterator[Any]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardkit_fsdp._options import FSDPOptions
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WORDS = Words("backend 'fsdp'", "fairscale or ddp")
 
 
@@ -42,8 +43,9 @@ class Shards:
     Where it fails the module is as it was.
     """
 
-    def __init__(self, model: nn.Module, options: FSDPOptions) -> None:
+    def __init__(self, model: nn.Module, options: FSDPOptions, precision: str) -> None:
         self._model = model
+        self._low = _DTYPES[precision] if options.gather == "low" else None
         self._device = next(model.parameters()).device
         self._gloo = self._device.type == "cpu" or dist.get_backend() == "gloo"
         self.names = {id(value): name for name, value in model.named_parameters()}
@@ -129,7 +131,7 @@ class Shards:
                 value = replaced[id(record.sharded_param)]
                 shape, stride = self._shapes[value]
                 record.__class__ = Held
-                record.take(value, shape, stride, order[value], group)
+                record.take(value, shape, stride, order[value], group, self._low)
                 self.held.append(record)
 
     def _settle(self, root: nn.Module) -> None:
@@ -150,7 +152,18 @@ class Shards:
             kinds = {held.local.dtype for held in group.fsdp_params if _is_number(held.local.dtype)}
             # Also where all are frozen: they may be thawed.
             group._orig_dtype = next(iter(kinds), None)
-            group._reduce_dtype = None
+            # What the gradients have: float32, whatever they are gathered in.
+            group._reduce_dtype = None if self._low is None else group._orig_dtype
+
+    def exactly(self, exact: bool) -> None:
+        """Have all parameters gathered in float32 from here on, or again as the option says."""
+        if self._low is None or self.shared.exact == exact:
+            return
+        for group in self.groups:
+            group.reshard_now()
+        self.shared.exact = exact
+        for held in self.held:
+            held.exactly(exact)
 
     def whole(self, held: Held) -> Tensor:
         """Return a parameter whole, flat, with what pads the shards. Collective."""

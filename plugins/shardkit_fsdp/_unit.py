@@ -30,6 +30,8 @@ class Shared:
         """Whether a backward of the session runs."""
         self.whole = False
         """Whether all is gathered, and stays."""
+        self.exact = False
+        """Whether what is gathered in low precision for a pass is gathered in float32."""
         self.seen = bytearray(count)
         """By the number of a parameter: whether it got a gradient on this rank in this window."""
         self.root: State
@@ -54,6 +56,10 @@ class Group(FSDPParamGroup):
     def is_whole(self) -> bool:
         return self.shared.whole
 
+    @property
+    def exact(self) -> bool:
+        return self.shared.exact
+
     def hide(self) -> None:
         for held in self.fsdp_params:
             held.hide()
@@ -76,6 +82,8 @@ class Group(FSDPParamGroup):
         """Return whether a tensor lies in the memory of what is gathered."""
         if not isinstance(out, Tensor) or out.layout is not torch.strided:
             return False
+        if hasattr(out, "_shardkit_held"):
+            return any(out is held.value for held in self.fsdp_params)
         place = out.untyped_storage().data_ptr()
         return place != 0 and any(
             held.all_gather_outputs[0].untyped_storage().data_ptr() == place for held in self.fsdp_params
