@@ -53,6 +53,8 @@ def shardkit_control(model: nn.Module, optimizer: Optimizer, strategy: Strategy,
 
 @hookimpl
 def shardkit_footprint(model: ModelSize, strategy: Strategy, options: FSDPOptions) -> Footprint:
+    from shardkit_fsdp._build import check_gather
     from shardkit_fsdp._footprint import FSDPFootprint
 
+    check_gather(strategy, options)
     return FSDPFootprint(model, options)

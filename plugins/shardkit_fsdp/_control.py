@@ -27,6 +27,8 @@ def build(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: F
     """Return fully_shard's module in the clothes of our engine. Collective."""
     if strategy.precision == "fp16":
         raise UnsupportedError("the control of backend 'fsdp' trains in precision fp32 or bf16, not in fp16")
+    if options.gather != "fp32":
+        raise UnsupportedError("the control of backend 'fsdp' gathers parameters in float32: leave gather out")
     if optimizer.state:
         raise InputError("the control of backend 'fsdp' begins with a fresh optimizer: this one has state")
     return ControlEngine(model, optimizer, strategy, options)

@@ -36,6 +36,7 @@ class FSDPFootprint(Footprint):
             self._members.setdefault(unit, []).append(name)
         self._stays = options.reshard_after_forward is False
         self._root_stays = options.reshard_after_forward is not True
+        self._low = options.gather == "low"
         away = options.offload == "cpu"
         self.offloaded_state = away
         self._place = self.host if away else self.held
@@ -52,7 +53,13 @@ class FSDPFootprint(Footprint):
         return math.ceil(rows / self._ranks) * (value.elements // rows if rows else 0) * value.itemsize
 
     def _full(self, unit: str) -> int:
-        return self._ranks * sum(self._shard(self._sizes[name]) for name in self._members[unit])
+        """Return the bytes of a unit that is gathered."""
+        return self._ranks * sum(map(self._passing, map(self._sizes.__getitem__, self._members[unit])))
+
+    def _passing(self, value: ParameterSize) -> int:
+        """Return the bytes of a shard as it is sent."""
+        halved = self._low and value.itemsize == 4 and len(value.shape) > 1
+        return self._shard(value) // 2 if halved else self._shard(value)
 
     def _begin(self) -> None:
         self._coming = {
@@ -71,7 +78,7 @@ class FSDPFootprint(Footprint):
     def prepare(self) -> int:
         whole = sum(value.nbytes for value in self.model.parameters)
         shards = sum(map(self._shard, self._sizes.values()))
-        unit = max((self._full(name) // self._ranks for name in self._members), default=0)
+        unit = max((sum(self._shard(self._sizes[n]) for n in names) for names in self._members.values()), default=0)
         largest = max((value.nbytes for value in self.model.parameters), default=0)
         # The first unit's shards and a place to gather one parameter, beside a model that is still whole.
         return max(0, whole + unit + largest - (0 if self.offloaded_state and self.model.device != "cpu" else shards))
