@@ -83,6 +83,11 @@ def call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if (writes and any(True for _ in _lowered(args[:1]))) or isinstance(kwargs.get("out"), Lowered):
         _refuse_write(name)
     if name in _MEMORY:
+        if torch._guards.TracingContext.try_get() is not None:
+            # The compiler runs what it can't trace as it is.
+            from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
+
+            raise UnsupportedFakeTensorException("a parameter that backend 'fsdp' gathers in low precision")
         raise UnsupportedError(
             f"backend 'fsdp' gathers this parameter in low precision, and {name} looks for float32 numbers in its "
             "memory: use gather=fp32"

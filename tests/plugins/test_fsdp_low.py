@@ -109,8 +109,8 @@ def no_weight_of_a_block_waits_for_the_backward(rank: int, folder: Path) -> None
                 loss = session.model(batch(0, rank)).square().mean()
             kept[gather] = sum(storage.nbytes() for storage in saved)
             step(session, loss)
-    # Autocast keeps a copy of each weight: of three blocks, the stem and the head.
-    assert kept == {"fp32": 5 * 64 * 2, "low": 0}
+    # Autocast keeps a copy of each weight that a gradient goes through: of three blocks and the head.
+    assert kept == {"fp32": 4 * 64 * 2, "low": 0}
 
 
 # Numbers.
@@ -339,11 +339,12 @@ def _trains(name: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
-def test_a_transformer_is_about_as_far_from_float64_as_in_autocast() -> None:
-    ranks = run(_trains, "gpt2_tiny", processes=2, timeout=150)
+@pytest.mark.parametrize("name", ["t5_tiny", pytest.param("gpt2_tiny", marks=pytest.mark.slow)])
+def test_a_transformer_is_about_as_far_from_float64_as_in_autocast(name: str) -> None:
+    ranks = run(_trains, name, processes=2, timeout=150)
     here, there = [], []
     for seed in range(SEEDS):
-        exact, autocast = expected("gpt2_tiny", seed)
+        exact, autocast = expected(name, seed)
         here.append(distances(([rank[seed][0] for rank in ranks], ranks[0][seed][1]), exact))
         there.append(distances(autocast, exact))
     for low, plain in zip(zip(*here, strict=True), zip(*there, strict=True), strict=True):
