@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
 
 from shardkit.errors import UnsupportedError
 from shardkit.lockstep import Lockstep, Words
@@ -103,7 +104,8 @@ class Shards:
                 self.restore.classes()
                 replaced = {id(part._parameters[name]): value for part, name, value in homes}
                 for part, name, value in homes:
-                    part._parameters[name] = value
+                    # As it was replaced: recurrent layers keep a list of theirs.
+                    unsafe_setattr_param(part, name, value)
             self._take(state, number, replaced, order)
         self._settle(root)
         self.restore.hooks()

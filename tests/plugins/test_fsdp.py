@@ -318,6 +318,34 @@ class Turn(nn.Module):
         return x * self.c
 
 
+class Recurrent(nn.Module):
+    """A layer that keeps its parameters in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.LSTM(8, 8, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.unsqueeze(1))[0]
+        return out
+
+
+@check
+def recurrent_layers_train(rank: int) -> None:
+    model, reference = Recurrent(), Recurrent()
+    optimizer = sgd(reference)
+    for index in range(2):
+        optimizer.zero_grad()
+        (sum(reference(batch(index, part)).square().mean() for part in range(2)) / 2).backward()
+        optimizer.step()
+    with shardkit.prepare(model, sgd(model), "fsdp") as session:
+        assert_close(train(session, steps=2), dict(reference.state_dict()))
+    assert all(one is other for one, other in zip(model.layer._flat_weights, model.layer.parameters(), strict=True))
+    with torch.no_grad():
+        assert_close(model(batch(9, 9)), reference(batch(9, 9)))
+
+
 @check
 def complex_parameters_in_a_module_of_their_own_train(rank: int) -> None:
     def build() -> nn.Module:
