@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from shardkit_fsdp._held import Held
 from torch import Tensor, nn
 
 import shardkit
@@ -166,7 +168,10 @@ def rows_of_a_table_have_gradients_that_are_summed_in_float32(rank: int, folder:
         reference(ids).sum().backward()
         wanted: Any = reference.weight.grad
         with prepare(model, sgd(model)) as session:
-            out = session.model(ids)
+            with mock.patch.object(Held, "lowered", autospec=True, side_effect=Held.lowered) as lowered:
+                out = session.model(ids)
+            # No copy of the table, unless its gradient is sparse.
+            assert [call.args[1] for call in lowered.mock_calls] == [torch.float32 if "sparse" in settings else None]
             assert out.dtype is torch.float32
             assert torch.equal(out, torch.ones(259, 4))
             session.backward(out.sum())
