@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardkit_fsdp._options import FSDPOptions
 
-_WORDS = Words("backend 'fsdp'", "fairscale or ddp")
+_WORDS = Words("backend 'fsdp'", "zero or ddp")
 
 
 class _Holder(nn.Module):
