@@ -467,11 +467,9 @@ def prepared_again() -> str:
     dist.init_process_group("gloo")
     model = mlp()
     with contextlib.suppress(StateError), shardkit.prepare(model, sgd(model), "fsdp") as session:
-        if session.rank == 1:
-            with torch.no_grad():
-                session.model(batch(0, 1))
+        train(session, steps=2)
         with pytest.raises(UnsupportedError, match="parted"):
-            step(session, session.model(batch(0, session.rank)).square().mean())
+            step(session, _twice(session.model, session.rank, batch(0, session.rank)))
     other = mlp()
     try:
         shardkit.prepare(other, sgd(other), "ddp")
