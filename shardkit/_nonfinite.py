@@ -37,7 +37,7 @@ def report_nonfinite(
         return
     cause = f"a loss is not finite ({'; '.join(found)})" if found else "the losses are finite, but a gradient is not"
     scale = "" if scaler is None else f", the loss scale is {scaler.scale:g}"
-    kept = f"weights and optimizer are as before it{scale}"
+    kept = f"parameters and optimizer are as before it{scale}"
     message = f"step {step} under {backend!r} was left out on every rank: {cause}; {kept}"
     if strategy.on_nonfinite == "raise" and not answered:
         raise NonFiniteError(message + '. Strategy(on_nonfinite="skip") goes on instead')

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +54,12 @@ class Processes:
 
     def __init__(self, device: torch.device | None) -> None:
         global _open_sessions, _ours
+        lockstep = sys.modules.get("shardkit.lockstep")
+        if dist.is_initialized() and lockstep is not None and lockstep.broken():
+            raise StateError(
+                "the ranks parted in the midst of a collective in an earlier session, and the process group can't be "
+                "relied on any more: destroy it and make another one, or go on from a checkpoint in new processes"
+            )
         if not dist.is_initialized():
             _initialize(device.type if device is not None else "cpu")
             _ours = True

@@ -42,21 +42,21 @@ class Window(Generic[B]):
         """The sum of the weights of all ranks; without weights the number of micro-batches of all ranks."""
         self.counts = counts
         """How many micro-batches each rank has, by rank."""
+        self.filling = False
+        """Whether the micro-batch that was taken last counts nothing."""
         self._fillers = fillers
         self._training = training
-
-    @property
-    def filling(self) -> bool:
-        """Whether the next ``backward`` is of a micro-batch that counts nothing."""
-        return bool(self._fillers) and self._training.place.micro >= len(self.batches)
 
     def __len__(self) -> int:
         """Return how many micro-batches this rank has of its own."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[B]:
+        self.filling = False
         yield from self.batches
+        self.filling = True
         yield from self._fillers
+        self.filling = False
         self._training.taken()
 
 

@@ -37,9 +37,10 @@ def build(model: nn.Module, optimizer: Optimizer, strategy: Strategy, options: F
     check_parameters(model, optimizer)
     found = reach(optimizer)
     if found.unit != "element":
+        instead = "zero, where it sees whole tensors" if found.unit == "parameter" else "ddp, where it sees all of them"
+        name = type(optimizer).__name__
         raise UnsupportedError(
-            f"backend 'fsdp' steps with pieces of parameters, and {type(optimizer).__name__} {found.cause}: use "
-            "ddp, where it sees the whole model"
+            f"backend 'fsdp' steps with pieces of parameters, and {name} {found.cause}: use {instead}"
         )
     check_state(model, optimizer)
     return FSDPEngine(model, optimizer, strategy, options)

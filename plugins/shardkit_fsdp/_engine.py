@@ -126,7 +126,7 @@ class FSDPEngine(Engine):
             self._versions = versions
             raise UnsupportedError(
                 f"backend 'fsdp' shards {self._names[id(held.value)]!r}, so that what was written into it while its "
-                "module ran is lost: write outside of the forward, or use fairscale or ddp"
+                "module ran is lost: write outside of the forward, or use zero or ddp"
             )
 
     def _written(self) -> list[int]:

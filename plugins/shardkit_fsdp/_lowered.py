@@ -122,7 +122,7 @@ def _lowered(values: Any) -> Any:
 def _refuse_write(name: str) -> NoReturn:
     raise UnsupportedError(
         f"backend 'fsdp' shards the parameters, so that what {name} would write into one while its module runs would "
-        "be lost: write outside of the forward, or use fairscale or ddp"
+        "be lost: write outside of the forward, or use zero or ddp"
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     _Tensor = object
 
-_INSTEAD = "use fairscale or ddp"
+_INSTEAD = "use zero or ddp"
 
 
 def names(text: str) -> frozenset[str]:

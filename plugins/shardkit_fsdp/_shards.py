@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardkit_fsdp._options import FSDPOptions
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_WORDS = Words("backend 'fsdp'", "fairscale or ddp")
+_WORDS = Words("backend 'fsdp'", "zero or ddp")
 
 
 class _Holder(nn.Module):

@@ -132,7 +132,7 @@ class Group(FSDPParamGroup):
                 raise UnsupportedError(
                     f"backend 'fsdp' shards parameters while their module doesn't run, and "
                     f"{self._module_fqn or 'the model'!r} returns one of its own, or a view of one: return a clone, or "
-                    "use fairscale or ddp"
+                    "use zero or ddp"
                 )
 
     def reshard(self) -> None:
@@ -149,7 +149,7 @@ class Group(FSDPParamGroup):
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "backend 'fsdp' shards a parameter while its module doesn't run, so that it can't go back through a "
-                "gradient (second derivatives, create_graph=True): use fairscale or ddp"
+                "gradient (second derivatives, create_graph=True): use zero or ddp"
             )
         self.touched = True
         if self.is_unsharded:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,11 @@ Buckets and scratch of the backends here come to at most 0.12 (2026-11, torch 2.
 """
 
 
+GROWTH = 128 * 2**10
+"""Bytes by which what a rank holds may grow in a hundred steps: backends here grow by up to half of it, and a leak of a
+few tensors in each step, or of 2 KiB, by more."""
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank, over what it held before the model was there."""
@@ -32,35 +37,44 @@ class Held:
     """Held between two windows."""
     gradients: int
     """Held beside that after a window's last backward."""
+    grown: int
+    """Held more after another hundred steps, of a tiny model."""
 
 
 def measured(strategy: str) -> Held:
     """Train a few steps of Adam on this rank, and return what it holds. Collective."""
     fix_allocator()
-    # What is imported and made once for all sessions is no model's.
-    _train(strategy, 8, 2)
+    # Torch keeps notes of the last 2,000 collectives, 5 KB each, which would look like a leak.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    # Before the other: what is imported and made once for all sessions is no model's.
+    _, early, _, late = _train(strategy, 8, 2, more=100)
     gc.collect()
+    start = memory(torch.device("cpu")).in_use()
+    size, between, end, _ = _train(strategy, WIDTH, LAYERS, more=0)
+    return Held(size, between - start, end - between, late - early)
+
+
+def _train(strategy: str, width: int, layers: int, more: int) -> tuple[int, int, int, int]:
+    """Train; return the model's bytes, and those in use after some steps, after another backward, and at the end."""
     counted = memory(torch.device("cpu"))
-    start = counted.in_use()
-    size, between, end = _train(strategy, WIDTH, LAYERS, lambda: _settled(counted))
-    return Held(size, between - start, end - between)
-
-
-def _train(strategy: str, width: int, layers: int, count: Callable[[], int] = int) -> tuple[int, int, int]:
-    """Train four steps; return the model's bytes, and what is counted before the last window and at its end."""
     x = torch.ones(1, width)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     size = sum(value.nbytes for value in model.parameters())
     with shardkit.prepare(model, optimizer, strategy) as session:
-        for _ in range(3):
-            session.backward(session.model(x).square().mean())
-            session.step()
-        between = count()
+
+        def train(steps: int) -> int:
+            for _ in range(steps):
+                session.backward(session.model(x).square().mean())
+                session.step()
+            gc.collect()
+            return _settled(counted)
+
+        between = train(3)
         session.backward(session.model(x).square().mean())
-        end = count()
+        end = _settled(counted)
         session.step()
-    return size, between, end
+        return size, between, end, train(more)
 
 
 def _settled(counted: Memory) -> int:

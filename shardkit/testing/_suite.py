@@ -20,7 +20,7 @@ from shardkit import Backend, Strategy
 from shardkit._registry import claims, describe
 from shardkit.testing import _ahead
 from shardkit.testing._checkpoints import loaded, moves, saved
-from shardkit.testing._held import SLACK, Held, measured, shares
+from shardkit.testing._held import GROWTH, SLACK, Held, measured, shares
 from shardkit.testing._ranks import preload, run
 from shardkit.testing._record import Outcome, Outcomes, record
 from shardkit.testing.cases._table import Case, load_cases
@@ -29,18 +29,20 @@ PAGE = "docs/conformance.md"
 """The page of the documentation that says of each part of the suite what must hold, and why."""
 
 ON_OTHER_SIZES = (
+    "c56_interleaved_groups_train_as_in_one_process",
+    "parameters_of_any_shape_train_side_by_side",
     "a_parameter_that_is_never_used_is_left_alone",
     "a_parameter_that_a_step_leaves_out_is_left_alone_in_it",
     "a_parameter_frozen_in_mid_run_stays_until_it_is_thawed",
     "a_tied_parameter_gets_the_sum_of_its_gradients",
     "groups_that_are_empty_or_frozen_train_nothing",
-    "parameters_of_any_shape_train_side_by_side",
     "settings_changed_in_mid_run_hold_from_the_next_step_in_every_group",
     "state_that_an_optimizer_brings_counts_under_every_class",
     "weights_loaded_after_prepare_hold_from_then_on",
     "weights_loaded_into_a_part_hold_from_then_on",
 )
-"""The cases that run on one and on three ranks too: those in which the way that parameters are split shows."""
+"""The cases that run on one and on three ranks too, and the first ones on four: those in which it shows how parameters
+are split."""
 
 _REFUSALS = ("UnsupportedError", "StrategyError", "InputError")
 
@@ -88,7 +90,7 @@ class BackendSuite:
         elif "strategy" in names:
             metafunc.parametrize("strategy", variants)
         if "world_size" in names:
-            metafunc.parametrize("world_size", [1, 3])
+            metafunc.parametrize("world_size", [1, 3] if "checkpoints" in metafunc.function.__name__ else [1, 3, 4])
 
     # What it declares.
 
@@ -128,15 +130,15 @@ class BackendSuite:
         if found[0].kind == "refused":
             request.node.user_properties.append(("refused", found[0].message))
 
-    def test_holds_on_one_and_on_three_ranks(
+    def test_holds_on_other_numbers_of_ranks(
         self, strategy: str, world_size: int, request: pytest.FixtureRequest
     ) -> None:
         self._require_library()
-        chosen = self._chosen(strategy)
+        chosen = self._chosen(strategy, world_size)
         if not chosen:
             pytest.skip("all of these cases are left out")
         asked = _ahead.selected(request.session, request.function, "strategy", "world_size")
-        wanted = [(one, size, self._chosen(one)) for one, size in asked]
+        wanted = [(one, size, self._chosen(one, size)) for one, size in asked]
         for name, found in _ahead.result((strategy, world_size, chosen), wanted, _on_other_sizes).items():
             self._judge(load_cases()[name], strategy, found)
 
@@ -165,6 +167,11 @@ class BackendSuite:
         # A buffer that is there all the time counts where it is, and what is free of the share may be used.
         room = max(0.0, rest - held.between / held.model)
         self._require_share(strategy, held.gradients / held.model, most + room, "gradients")
+
+    def test_a_rank_holds_no_more_after_a_hundred_steps(self, strategy: str) -> None:
+        held, _, _ = self._held(strategy)
+        did, right = f"holds {held.grown:,} bytes more after 100 steps", f"no more, within {GROWTH:,} bytes"
+        self._require(held.grown <= GROWTH, did, right, "memory", strategy, "What a rank holds doesn't grow")
 
     # How it is judged.
 
@@ -212,8 +219,9 @@ class BackendSuite:
         names = [name for name, case in load_cases().items() if case.topic == topic]
         return strategy, topic, tuple(name for name in names if self.reason_left_out(name, strategy) is not None)
 
-    def _chosen(self, strategy: str) -> tuple[str, ...]:
-        return tuple(name for name in ON_OTHER_SIZES if self.reason_left_out(name, strategy) is None)
+    def _chosen(self, strategy: str, world_size: int) -> tuple[str, ...]:
+        names = ON_OTHER_SIZES[:2] if world_size > 3 else ON_OTHER_SIZES
+        return tuple(name for name in names if self.reason_left_out(name, strategy) is None)
 
     def _judge(self, case: Case, strategy: str, found: list[Outcome]) -> None:
         kinds = {outcome.kind for outcome in found}
@@ -230,7 +238,8 @@ class BackendSuite:
                 strategy,
             )
             return
-        self._require_right(found, strategy, case.sentence, case.topic, or_refused=case.or_refused)
+        on = "" if len(found) == 2 else f", on {len(found)} rank{'s' if len(found) > 1 else ''}"
+        self._require_right(found, strategy, case.sentence + on, case.topic, or_refused=case.or_refused)
 
     def _require_right(
         self, found: list[Outcome], strategy: str, sentence: str, section: str, *, or_refused: bool = False
@@ -254,6 +263,7 @@ class BackendSuite:
             f"{most:.2f} times by what it declares to split over 2 ranks, and {SLACK} more for buffers",
             "memory",
             strategy,
+            "A rank holds its share, and no more",
         )
 
     def _require(

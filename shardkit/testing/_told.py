@@ -44,7 +44,9 @@ def seen(error: AssertionError) -> Told:
             line = traceback.extract_tb(found)[0].line or ""
             line += _left_side(line, found.tb_frame)
         found = found.tb_next
-    return Told(shortened(line.removeprefix("assert ")) if line else first_line(error), "")
+    if not line.startswith("assert "):
+        return Told(f"failed: {first_line(error)}", "")
+    return Told(shortened(line.removeprefix("assert ")), "")
 
 
 def first_line(error: BaseException) -> str:

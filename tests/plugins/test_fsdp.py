@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardkit
@@ -486,3 +488,25 @@ def test_ranks_that_part_are_all_refused(known: int) -> None:
     assert first == second
     assert all("the ranks parted (rank 0 at '0', rank 1 at" in message for message in first)
     assert "the end of its backward" in first[1]
+
+
+def prepared_again() -> str:
+    """Part the ranks under a process group of one's own, and prepare again in it."""
+    dist.init_process_group("gloo")
+    model = mlp()
+    with contextlib.suppress(StateError), shardkit.prepare(model, sgd(model), "fsdp") as session:
+        train(session, steps=2)
+        with pytest.raises(UnsupportedError, match="parted"):
+            step(session, _twice(session.model, session.rank, batch(0, session.rank)))
+    other = mlp()
+    try:
+        shardkit.prepare(other, sgd(other), "ddp")
+    except StateError as error:
+        return str(error)
+    return "prepared"
+
+
+def test_after_ranks_parted_under_a_group_of_the_users_own_prepare_says_that_it_cannot_be_used() -> None:
+    for told in run(prepared_again, timeout=60):
+        assert "parted in the midst of a collective" in told
+        assert "new processes" in told

@@ -15,7 +15,14 @@ def test_every_claim_to_a_name_is_listed_and_what_is_wrong_with_it(faulty_backen
     found = {backend["name"]: backend for backend in listing.listing()}
     assert found["ddp"]["installed"]
     assert found["faulty"]["variants"] == [
-        {"strategy": "faulty", "summary": "as it is", "shards": ["optimizer"], "offloads": []}
+        {
+            "strategy": "faulty",
+            "summary": "as it is",
+            "shards": ["optimizer"],
+            "offloads": [],
+            "devices": ["cpu"],
+            "elsewhere": "",
+        }
     ]
     assert found["faulty"]["precisions"] == ["fp32", "bf16"]
     assert not found["absent"]["installed"]

@@ -35,7 +35,7 @@ def train(strategy, record, steps=10, resume="checkpoints", save=None):
             if session.rank == 0:
                 print(f"step {session.steps:3}  loss {mean:.7f}  norm {session.grad_norm:.7f}")
         if save:
-            session.save(save, state={"schedule": schedule.state_dict()})
+            session.save(save, keep=None, state={"schedule": schedule.state_dict()})
 
 
 if __name__ == "__main__":

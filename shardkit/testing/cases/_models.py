@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ class Prepare:
     def shards(self) -> frozenset[str]:
         """What the strategy's variant declares to be split over the ranks."""
         return next((one.shards for one in self.backend.variants if one.strategy == self.text), frozenset())
+
+
+def installed() -> dict[str, Backend]:
+    """Return the backends whose libraries are there, by name."""
+    found = shardkit.backends()
+    return {name: one for name, one in found.items() if one.library is None or find_spec(one.library) is not None}
 
 
 class W(nn.Module):

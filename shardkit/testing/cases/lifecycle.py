@@ -13,7 +13,18 @@ from torch import Tensor, nn
 import shardkit
 from shardkit import Session, _processes
 from shardkit.errors import InputError, ShardkitError, StateError, StrategyError, UnsupportedError
-from shardkit.testing.cases._models import Prepare, W, assert_close, batch, mlp, sgd, step, train, train_alone
+from shardkit.testing.cases._models import (
+    Prepare,
+    W,
+    assert_close,
+    batch,
+    installed,
+    mlp,
+    sgd,
+    step,
+    train,
+    train_alone,
+)
 from shardkit.testing.cases._table import case
 
 # One after another.
@@ -21,9 +32,7 @@ from shardkit.testing.cases._table import case
 
 @case(raw=False)
 def every_strategy_goes_on_with_the_weights_of_the_one_before(prepare: Prepare, rank: int) -> None:
-    strategies = [
-        variant.strategy for backend in shardkit.backends().values() for variant in backend.variants_on("cpu")
-    ]
+    strategies = [variant.strategy for backend in installed().values() for variant in backend.variants_on("cpu")]
     first = strategies.index(prepare.text)
     reference, model = mlp(), mlp()
     expected = train_alone(reference, sgd(reference), steps=len(strategies) + 1, parts=2)
@@ -34,6 +43,36 @@ def every_strategy_goes_on_with_the_weights_of_the_one_before(prepare: Prepare, 
     assert_close(dict(model.state_dict()), expected)
     assert {type(value) for value in model.parameters()} == {nn.Parameter}
     assert vars(model).keys() == vars(mlp()).keys()
+
+
+def hooks(model: nn.Module) -> list[tuple[str, str, int]]:
+    """Return where hooks are on a module, its parts and its parameters, and how many."""
+    found = [
+        (name, kind, len(held))
+        for name, part in model.named_modules()
+        for kind, held in vars(part).items()
+        if "hook" in kind and held
+    ]
+    for name, value in model.named_parameters():
+        found += [(name, kind, len(getattr(value, kind))) for kind in _OF_TENSORS if getattr(value, kind, None)]
+    return found
+
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@case(raw=False)
+def a_closed_session_leaves_no_hook_behind(prepare: Prepare, rank: int) -> None:
+    model = mlp()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    model[0].weight.register_hook(lambda gradient: None)
+    before = hooks(model)
+    with prepare(model, sgd(model), accumulate=2) as session:
+        train(session, steps=2)
+        with session.evaluate() as whole:
+            whole(batch(0, 0))
+    assert hooks(model) == before
+    assert {name for name in vars(model) if name not in vars(mlp())} == set()
 
 
 @case(raw=False)

@@ -30,7 +30,10 @@ def _same(prepare: Prepare, make: Made, label: str, steps: int = 3, tolerance: f
 
     try:
         same_as_alone(prepare, build, _loss, steps=steps, tolerance=tolerance, **fields)
-    except (AssertionError, RuntimeError) as error:
+    except AssertionError as error:
+        error.add_note(f"with {label}")
+        raise
+    except RuntimeError as error:
         raise AssertionError(f"{label}: {error}") from error
 
 
@@ -153,6 +156,32 @@ class Signed(torch.optim.SGD):
                     kept.mul_(1 - self.share).add_(value.grad, alpha=self.share)
                     value.sub_(group["lr"] * kept / (kept.abs() + 1e-3))
         return loss
+
+
+@case()
+def a_setting_of_the_optimizer_itself_changed_in_mid_run_holds_from_the_next_step(prepare: Prepare, rank: int) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mlp(sizes=(8, 6, 4))
+        return model, Signed(model.parameters(), 0.05, share=0.3)
+
+    def change(model: nn.Module, optimizer: Any, index: int) -> None:
+        optimizer.share = 0.3 + 0.2 * index
+
+    same_as_alone(prepare, build, _loss, steps=3, change=change)
+
+
+@case()
+def hooks_on_the_optimizers_step_are_called_once_a_step_on_every_rank(prepare: Prepare, rank: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with prepare(model, optimizer, accumulate=2) as session:
+        for index in range(2):
+            for micro in range(2):
+                step(session, _loss(session.model, index, 2 * micro + rank))
+        assert seen == ["before", "after"] * 2
 
 
 @case()

@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -184,7 +183,7 @@ class Reading(nn.Module):
         assert count == 3
         assert args in ((), (None, "text", b"bytes"))
         x = table["x"]
-        x = torch.from_numpy(x).float() if isinstance(x, np.ndarray) else x
+        x = x if isinstance(x, Tensor) else torch.from_numpy(x).float()
         weight, bias = self.linear[0].weight, self.linear[0].bias
         if x.is_sparse:
             return (torch.sparse.mm(x, weight.t()) + bias).square().mean()

@@ -204,6 +204,29 @@ def parameters_of_any_shape_train_side_by_side(prepare: Prepare, rank: int) -> N
     same_as_alone(prepare, build, lambda m, i, part: m(batch(i, part, width=9)), max_grad_norm=1.0)
 
 
+@case(raw=False)
+def a_parameter_larger_than_any_bucket_trains_beside_small_ones(prepare: Prepare, rank: int) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # 28 MiB, where libraries send 25 MiB at a time, or a million elements.
+            self.large = nn.Parameter(torch.ones(7, 2**20))
+            self.small = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: float) -> Tensor:
+            return (self.large * x).sum() + (self.small * 2 * x).sum()
+
+    model = Large()
+    with prepare(model, sgd(model), accumulate=2) as session:
+        for micro in range(2):
+            step(session, session.model(2.0 * micro + rank))
+        weights = session.full_weights()
+    # The mean of 0, 1, 2 and 3.
+    assert_close(weights["small"], [0.7] * 3)
+    assert_close(weights["large"].min(), 0.85)
+    assert_close(weights["large"].max(), 0.85)
+
+
 @case(or_refused=True)
 def a_parameter_without_elements_trains_beside_others(prepare: Prepare, rank: int) -> None:
     class Empty(W):

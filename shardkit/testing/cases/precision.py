@@ -269,3 +269,14 @@ def the_plain_text_of_a_strategy_asks_for_precision(prepare: Prepare, rank: int)
         step(session, session.model([rank + 1]))
         assert session.scaler.window == 7
         assert_close(session.full_weights()["w"], [0.85])
+
+
+@case(raw=False)
+def gradients_travel_in_float32_in_low_precision(prepare: Prepare, rank: int) -> None:
+    for precision in ("bf16", "fp16"):
+        model = W(1)
+        with prepare(model, sgd(model), precision=precision) as session:
+            session.backward(session.model([1.0 if rank == 0 else 2.0**-14]))
+            # In half precision 1 + 2**-14 is 1.
+            assert session.full_gradients()["w"].item() == (1.0 + 2.0**-14) / 2
+            assert session.step()

@@ -80,9 +80,11 @@ def ranks_with_different_numbers_of_batches_end_together_and_use_each_once(prepa
             used: list[float] = []
             for window in session.windows(values[rank]):
                 for value in window:
-                    if not window.filling:
-                        used.append(value)
+                    filling = window.filling
                     session.backward(session.model([value]))
+                    assert window.filling == filling
+                    if not filling:
+                        used.append(value)
                 assert session.step()
             assert used == values[rank]
             assert session.steps == (max(lengths) + 1) // 2
