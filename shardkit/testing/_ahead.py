@@ -28,7 +28,7 @@ def selected(session: pytest.Session, function: Callable[..., object], *names: s
     found = [
         tuple(item.callspec.params[name] for name in names)
         for item in session.items
-        if isinstance(item, pytest.Function) and item.function is function
+        if isinstance(item, pytest.Function) and item.function is function and hasattr(item, "callspec")
     ]
     return list(dict.fromkeys(found))
 

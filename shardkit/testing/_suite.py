@@ -29,14 +29,13 @@ PAGE = "docs/conformance.md"
 """The page of the documentation that says of each part of the suite what must hold, and why."""
 
 ON_OTHER_SIZES = (
-    "c56_interleaved_groups_train_as_in_one_process",
+    "settings_changed_in_mid_run_hold_from_the_next_step_in_every_group",
     "parameters_of_any_shape_train_side_by_side",
     "a_parameter_that_is_never_used_is_left_alone",
     "a_parameter_that_a_step_leaves_out_is_left_alone_in_it",
     "a_parameter_frozen_in_mid_run_stays_until_it_is_thawed",
     "a_tied_parameter_gets_the_sum_of_its_gradients",
     "groups_that_are_empty_or_frozen_train_nothing",
-    "settings_changed_in_mid_run_hold_from_the_next_step_in_every_group",
     "state_that_an_optimizer_brings_counts_under_every_class",
     "weights_loaded_after_prepare_hold_from_then_on",
     "weights_loaded_into_a_part_hold_from_then_on",
@@ -151,25 +150,32 @@ class BackendSuite:
         found = _ahead.result((strategy, self.backend), [(one, self.backend) for (one,) in wanted], _moved)[move]
         self._require_right(found, strategy, f"a checkpoint goes {move}", "checkpoints")
 
-    def test_checkpoints_move_to_other_numbers_of_ranks(self, strategy: str, world_size: int) -> None:
+    def test_checkpoints_move_to_other_numbers_of_ranks(
+        self, strategy: str, world_size: int, request: pytest.FixtureRequest
+    ) -> None:
         self._require_library()
-        for name, found in _resized(strategy)[world_size].items():
+        wanted = _ahead.selected(request.session, request.function, "strategy")
+        for name, found in _ahead.result((strategy,), wanted, _resized)[world_size].items():
             self._require_right(found, strategy, f"{name}, on {world_size} ranks", "checkpoints")
 
     # What it holds.
 
-    def test_a_rank_holds_no_more_than_its_share_between_windows(self, strategy: str) -> None:
-        held, most, _ = self._held(strategy)
+    def test_a_rank_holds_no_more_than_its_share_between_windows(
+        self, strategy: str, request: pytest.FixtureRequest
+    ) -> None:
+        held, most, _ = self._held(strategy, request)
         self._require_share(strategy, held.between / held.model, most, "parameters and optimizer state")
 
-    def test_a_rank_holds_no_more_than_its_share_of_gradients(self, strategy: str) -> None:
-        held, rest, most = self._held(strategy)
+    def test_a_rank_holds_no_more_than_its_share_of_gradients(
+        self, strategy: str, request: pytest.FixtureRequest
+    ) -> None:
+        held, rest, most = self._held(strategy, request)
         # A buffer that is there all the time counts where it is, and what is free of the share may be used.
         room = max(0.0, rest - held.between / held.model)
         self._require_share(strategy, held.gradients / held.model, most + room, "gradients")
 
-    def test_a_rank_holds_no_more_after_a_hundred_steps(self, strategy: str) -> None:
-        held, _, _ = self._held(strategy)
+    def test_a_rank_holds_no_more_after_a_hundred_steps(self, strategy: str, request: pytest.FixtureRequest) -> None:
+        held, _, _ = self._held(strategy, request)
         did, right = f"holds {held.grown:,} bytes more after 100 steps", f"no more, within {GROWTH:,} bytes"
         self._require(held.grown <= GROWTH, did, right, "memory", strategy, "What a rank holds doesn't grow")
 
@@ -279,12 +285,13 @@ class BackendSuite:
         if not holds:
             raise NonconformingError(self.backend, strategy, sentence, did, right, f"{PAGE}#{section}", trace)
 
-    def _held(self, strategy: str) -> tuple[Held, float, float]:
+    def _held(self, strategy: str, request: pytest.FixtureRequest) -> tuple[Held, float, float]:
         self._require_library()
         if sys.platform != "linux":
             pytest.skip("what a process holds is counted by glibc on Linux")
         variant = next(one for one in self._declared().variants if one.strategy == strategy)
-        found = _measured(strategy)
+        wanted = _ahead.selected(request.session, request.function, "strategy")
+        found = _ahead.result((strategy,), wanted, _measured)
         rest, gradients = shares(variant.shards, len(found))
         return max(found, key=lambda held: held.between + held.gradients), rest, gradients
 
@@ -313,7 +320,6 @@ def _moved(strategy: str, backend: str) -> Outcomes:
     return record(strategy, moves(strategy, _others(backend)))
 
 
-@cache
 def _resized(strategy: str) -> dict[int, Outcomes]:
     """Return, by the number of ranks that load, how runs go on from what two ranks saved."""
     with tempfile.TemporaryDirectory(prefix="shardkit-checkpoints-") as made:
@@ -324,7 +330,6 @@ def _resized(strategy: str) -> dict[int, Outcomes]:
         return {size: record(strategy, {name: loaded(folder / "saved")}, size) for size in (1, 3)}
 
 
-@cache
 def _measured(strategy: str) -> list[Held]:
     return run(measured, strategy, processes=2)
 

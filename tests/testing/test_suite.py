@@ -89,14 +89,31 @@ def test_a_checkpoint_without_the_optimizers_state_is_noticed() -> None:
         assert {outcome.kind for outcome in _record.record(strategy, move)["to ddp"]} == {kind}
 
 
-def test_memory_that_is_declared_to_be_split_and_is_not_is_noticed() -> None:
+def test_memory_that_is_declared_to_be_split_and_is_not_is_noticed(request: pytest.FixtureRequest) -> None:
     suite = Planted()
-    suite.test_a_rank_holds_no_more_than_its_share_between_windows("planted:fault=none")
-    suite.test_a_rank_holds_no_more_than_its_share_of_gradients("planted:fault=none")
+    suite.test_a_rank_holds_no_more_than_its_share_between_windows("planted:fault=none", request)
+    suite.test_a_rank_holds_no_more_than_its_share_of_gradients("planted:fault=none", request)
+    suite.test_a_rank_holds_no_more_after_a_hundred_steps("planted:fault=none", request)
     with pytest.raises(NonconformingError, match=r"holds 3\.\d+ times the model's size(.|\n)*2\.00 times by what"):
-        suite.test_a_rank_holds_no_more_than_its_share_between_windows("planted:bucket_mb=1")
+        suite.test_a_rank_holds_no_more_than_its_share_between_windows("planted:bucket_mb=1", request)
     with pytest.raises(NonconformingError, match=r"holds 1\.\d+ times the model's size in gradients"):
-        suite.test_a_rank_holds_no_more_than_its_share_of_gradients("planted:bucket_mb=1")
+        suite.test_a_rank_holds_no_more_than_its_share_of_gradients("planted:bucket_mb=1", request)
+    with pytest.raises(NonconformingError, match=r"holds [\d,]+ bytes more after 100 steps"):
+        suite.test_a_rank_holds_no_more_after_a_hundred_steps("planted:fault=leaks", request)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        ("large-left-out", "a_parameter_larger_than_any_bucket_trains_beside_small_ones"),
+        ("no-hooks", "hooks_on_the_optimizers_step_are_called_once_a_step_on_every_rank"),
+        ("bf16", "gradients_travel_in_float32_in_fp16"),
+        ("hook-left", "a_closed_session_leaves_no_hook_behind"),
+    ],
+)
+def test_what_a_tiny_model_hides_is_noticed(fault: str, case: str) -> None:
+    with pytest.raises(NonconformingError):
+        judged(fault, case)
 
 
 def test_a_backend_that_imports_torch_to_describe_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,11 +272,19 @@ def the_plain_text_of_a_strategy_asks_for_precision(prepare: Prepare, rank: int)
 
 
 @case(raw=False)
-def gradients_travel_in_float32_in_low_precision(prepare: Prepare, rank: int) -> None:
-    for precision in ("bf16", "fp16"):
-        model = W(1)
-        with prepare(model, sgd(model), precision=precision) as session:
-            session.backward(session.model([1.0 if rank == 0 else 2.0**-14]))
-            # In half precision 1 + 2**-14 is 1.
-            assert session.full_gradients()["w"].item() == (1.0 + 2.0**-14) / 2
-            assert session.step()
+def gradients_travel_in_float32_in_bf16(prepare: Prepare, rank: int) -> None:
+    _average_a_small_gradient(prepare, rank, "bf16")
+
+
+@case(raw=False)
+def gradients_travel_in_float32_in_fp16(prepare: Prepare, rank: int) -> None:
+    _average_a_small_gradient(prepare, rank, "fp16")
+
+
+def _average_a_small_gradient(prepare: Prepare, rank: int, precision: str) -> None:
+    model = W(1)
+    with prepare(model, sgd(model), precision=precision) as session:
+        session.backward(session.model([1.0 if rank == 0 else 2.0**-14]))
+        # In half precision 1 + 2**-14 is 1.
+        assert session.full_gradients()["w"].item() == (1.0 + 2.0**-14) / 2
+        assert session.step()

@@ -20,7 +20,11 @@ FAULTS = (
     "rank-1-ends",
     "wrong-on-rank-1",
     "no-state",
-    "extra-gradients",
+    "leaks",
+    "large-left-out",
+    "no-hooks",
+    "bf16",
+    "hook-left",
 )
 
 
@@ -62,6 +66,8 @@ def shardkit_prepare(model: Any, optimizer: Any, strategy: Any, options: Options
         def backward(self, loss: Any, gradient: Any, *, last: bool) -> None:
             if fault == "rank-1-ends" and rank == 1:
                 os._exit(3)
+            if fault == "leaks":
+                _LEAKED.append(torch.ones(512))
             if fault == "last-micro-batch":
                 for value in self._parameters.values():
                     value.grad = None
@@ -85,7 +91,15 @@ def shardkit_prepare(model: Any, optimizer: Any, strategy: Any, options: Options
                 dist.barrier()
                 dist.barrier()
             own = total_norm(gradients(self._parameters.values())).item()
+            large = [value for value in self._parameters.values() if value.numel() > 4096]
+            kept = [None if value.grad is None else value.grad.clone() for value in large]
+            if fault == "bf16":
+                for value in gradients(self._parameters.values()):
+                    value.copy_(value.bfloat16())
             super()._average()
+            if fault == "large-left-out":
+                for value, gradient in zip(large, kept, strict=True):
+                    value.grad = gradient
             if fault == "sums":
                 torch._foreach_mul_(gradients(self._parameters.values()), dist.get_world_size())
             self._own_norm = own
@@ -99,4 +113,16 @@ def shardkit_prepare(model: Any, optimizer: Any, strategy: Any, options: Options
         def state_shards(self) -> Any:
             return [] if fault == "no-state" else super().state_shards()
 
-    return Faulty(model, optimizer, strategy, options)
+    if fault == "hook-left":
+        model.register_forward_hook(_look)
+    engine = Faulty(model, optimizer, strategy, options)
+    if fault == "no-hooks":
+        engine._optimizer_step = optimizer.step.__wrapped__.__get__(optimizer)
+    return engine
+
+
+_LEAKED: list[Any] = []
+
+
+def _look(module: Any, arguments: Any, output: Any) -> None:
+    """See an output."""
