@@ -284,7 +284,7 @@ def gradients_travel_in_float32_in_fp16(prepare: Prepare, rank: int) -> None:
 def _average_a_small_gradient(prepare: Prepare, rank: int, precision: str) -> None:
     model = W(1)
     with prepare(model, sgd(model), precision=precision) as session:
-        session.backward(session.model([1.0 if rank == 0 else 2.0**-14]))
         # In half precision 1 + 2**-14 is 1.
-        assert session.full_gradients()["w"].item() == (1.0 + 2.0**-14) / 2
+        session.backward(session.model([(1.0 + 2.0**-14, 2.0**-14)[rank]]))
+        assert session.full_gradients()["w"].item() == (1.0 + 2.0**-13) / 2
         assert session.step()
