@@ -34,7 +34,7 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not NAMES.fullmatch(name):
         raise PluginError(
-            f"the name of a backend is lower-case letters and digits, with single dashes or underscores between them, "
+            f"the name of a backend begins with a letter and is lower-case letters and digits, with single dashes or underscores between them, "
             f"such as 'my-backend', not {name!r}"
         )
     if name in RESERVED:

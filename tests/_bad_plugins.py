@@ -150,7 +150,7 @@ UNDESCRIBED = {
         "@hookimpl\ndef shardkit_describe(): ...\n" + PREPARE, "returns None from its shardkit_describe"
     ),
     "describes-other": Bad(WHOLE.replace("NAME", "'other'"), "it describes a backend named 'other': that name and the"),
-    "Capital": Bad(WHOLE, "the name of a backend is lower-case letters and digits, .* not 'Capital'"),
+    "Capital": Bad(WHOLE, "the name of a backend begins with a letter and is lower-case .* not 'Capital'"),
     "auto": Bad(WHOLE, "the name 'auto' has a meaning of its own"),
     "wants-nonsense": Bad(declared("requires='two words'"), "'requires' is a pip requirement, .* not 'two words'"),
     "library-path": Bad(declared("library='my-library'"), "'library' is the name that the library is imported by, not"),
