@@ -34,8 +34,8 @@ def check_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not NAMES.fullmatch(name):
         raise PluginError(
-            f"the name of a backend begins with a letter and is lower-case letters and digits, with single dashes or underscores between them, "
-            f"such as 'my-backend', not {name!r}"
+            "the name of a backend begins with a letter and is lower-case letters and digits, with single dashes or "
+            f"underscores between them, such as 'my-backend', not {name!r}"
         )
     if name in RESERVED:
         raise PluginError(f"the name {name!r} has a meaning of its own as a strategy: give the backend another one")
