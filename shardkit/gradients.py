@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +74,36 @@ def total_norm(values: list[Tensor]) -> Tensor:
     """
     total: Tensor = torch.linalg.vector_norm(norms(values))
     return total
+
+
+def settled(
+    values: list[Tensor], seen: bytearray, some_absent: bool, device: torch.device
+) -> tuple[float, frozenset[int]]:
+    """Return the global L2 norm of gradients in shards, and the parameters that have none on any rank. Collective.
+
+    ``values`` are this rank's shards, on ``device``; ``seen`` has a 1 for each parameter that got a gradient here, by
+    its place, and ``some_absent`` says whether one that should have got none. The norm isn't finite, on any rank, if
+    an element of any rank isn't.
+    """
+    alone = dist.get_world_size() == 1
+    squared = norms(values).double().square_().sum()
+    if alone:
+        total, absent = squared.item(), some_absent
+    else:
+        # One collective for both: that a parameter is missing anywhere is rare.
+        told = torch.zeros(2, dtype=torch.float64, device=device)
+        told[0] = squared
+        told[1] = some_absent
+        dist.all_reduce(told)
+        total, count = told.tolist()
+        absent = count > 0
+    missing: frozenset[int] = frozenset()
+    if absent:
+        flags = torch.frombuffer(seen, dtype=torch.uint8).to(device, copy=True)
+        if not alone:
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+        missing = frozenset(index for index, flag in enumerate(flags.tolist()) if not flag)
+    return math.sqrt(total) if total >= 0 else math.nan, missing
 
 
 _PIECE = 2**14

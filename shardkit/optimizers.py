@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
+
+from shardkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,6 +105,33 @@ _UNITS = ("element", "parameter", "model")
 _STEPS = 3
 _SIZES = ((3, 4), (5, 3))
 """Sizes of the first two dimensions of what is tried: two tensors for each number of dimensions, of unequal shapes."""
+
+
+def cut(
+    state: dict[str, Any], shape: torch.Size, start: int, count: int, *, backend: str, name: str, instead: str
+) -> dict[str, Any]:
+    """Return what of the state that an optimizer holds of a whole parameter belongs to a run of its elements.
+
+    ``shape`` is the parameter's, ``start`` and ``count`` are the run's, and the rest is for the error's words: the
+    backend, the parameter's name, and which strategies take the state.
+
+    Raises:
+        UnsupportedError: an entry is neither one value nor one for each element.
+    """
+    part: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            part[key] = copy.deepcopy(value)
+        elif value.shape == shape and key != "step":
+            part[key] = value.detach().reshape(-1).narrow(0, start, count).clone()
+        elif value.numel() == 1:
+            part[key] = value.detach().clone()
+        else:
+            raise UnsupportedError(
+                f"backend {backend!r} can't shard the optimizer's state {key!r} of parameter {name!r}: its shape is "
+                f"{tuple(value.shape)}, the parameter's {tuple(shape)}; use {instead}"
+            )
+    return part
 
 
 def _reach(optimizer: Optimizer, group: dict[str, Any]) -> Reach:

@@ -7,7 +7,6 @@ into views, one for each parameter's part, and the user's own class steps with t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shardkit.errors import UnsupportedError
-from shardkit.optimizers import Attributes, twin
+from shardkit.optimizers import Attributes, cut, twin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,17 +128,5 @@ def carried_state(state: dict[str, Any], shape: torch.Size, fragment: Fragment, 
     Raises:
         UnsupportedError: an entry is neither one value nor one for each element.
     """
-    part: dict[str, Any] = {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            part[key] = copy.deepcopy(value)
-        elif value.shape == shape and key != "step":
-            part[key] = value.detach().reshape(-1).narrow(0, fragment.start, fragment.size).clone()
-        elif value.numel() == 1:
-            part[key] = value.detach().clone()
-        else:
-            raise UnsupportedError(
-                f"backend 'deepspeed' can't shard the optimizer's state {key!r} of parameter {name!r}: its shape is "
-                f"{tuple(value.shape)}, the parameter's {tuple(shape)}; use deepspeed:stage=0 or ddp"
-            )
-    return part
+    instead = "deepspeed:stage=0 or ddp"
+    return cut(state, shape, fragment.start, fragment.size, backend="deepspeed", name=name, instead=instead)

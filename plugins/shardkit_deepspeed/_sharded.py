@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardkit import Engine, Shard, Strategy, Update
 from shardkit.errors import UnsupportedError
-from shardkit.gradients import norms, unscale
+from shardkit.gradients import settled, unscale
 from shardkit_deepspeed._fragments import Fragment, Fragments, carried_state
 from shardkit_deepspeed._half import Half
 from shardkit_deepspeed._order import Order
@@ -159,25 +159,7 @@ class ShardedEngine(Engine):
         if self._settled is not None:
             return self._settled[0]
         some_absent = 0 in self._seen
-        squared = norms(self._local_gradients()).double().square_().sum()
-        if self._world_size == 1:
-            total, absent = squared.item(), some_absent
-        else:
-            # One collective for both: that a parameter is missing anywhere is rare.
-            told = torch.zeros(2, dtype=torch.float64, device=self._device)
-            told[0] = squared
-            told[1] = some_absent
-            dist.all_reduce(told)
-            total, count = told.tolist()
-            absent = count > 0
-        missing: frozenset[int] = frozenset()
-        if absent:
-            seen = torch.frombuffer(self._seen, dtype=torch.uint8).to(self._device, copy=True)
-            if self._world_size > 1:
-                dist.all_reduce(seen, dist.ReduceOp.MAX)
-            missing = frozenset(index for index, flag in enumerate(seen.tolist()) if not flag)
-        self._fragments.absent = missing
-        norm = math.sqrt(total) if total >= 0 else math.nan
+        norm, self._fragments.absent = settled(self._local_gradients(), self._seen, some_absent, self._device)
         self._settled = (norm, True)
         return norm
 

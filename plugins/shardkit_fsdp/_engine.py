@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from shardkit import Engine, Shard, Strategy, Update
 from shardkit.errors import InputError, StateError, UnsupportedError
-from shardkit.gradients import gradients, norms, unscale
+from shardkit.gradients import gradients, settled, unscale
 from shardkit.lockstep import broken
-from shardkit.optimizers import Attributes, twin
+from shardkit.optimizers import Attributes, cut, twin
 from shardkit_fsdp._collectives import whole
 from shardkit_fsdp._shards import Shards
-from shardkit_fsdp._state import carried_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,8 +85,14 @@ class FSDPEngine(Engine):
                 pairs.append((held, leaf))
                 entry = optimizer.state.get(value)
                 if entry:
-                    self._twin.state[leaf] = carried_state(
-                        entry, held.shape, held.start, leaf.numel(), self._names[id(value)]
+                    self._twin.state[leaf] = cut(
+                        entry,
+                        held.shape,
+                        held.start,
+                        leaf.numel(),
+                        backend="fsdp",
+                        name=self._names[id(value)],
+                        instead="ddp",
                     )
             own["params"] = [leaf for _, leaf in pairs]
             self._trained.append(pairs)
@@ -143,24 +148,7 @@ class FSDPEngine(Engine):
             return self._settled
         seen = self._shared.seen
         some_absent = 0 in seen and not all(seen[held.index] for held in self._held if held.trains)
-        squared = norms(self._local_gradients()).double().square_().sum()
-        if self._world_size == 1:
-            total, absent = squared.item(), some_absent
-        else:
-            # One collective for both: that a parameter is missing anywhere is rare.
-            told = torch.zeros(2, dtype=torch.float64, device=self._device)
-            told[0] = squared
-            told[1] = some_absent
-            dist.all_reduce(told)
-            total, count = told.tolist()
-            absent = count > 0
-        self._absent = frozenset()
-        if absent:
-            flags = torch.frombuffer(seen, dtype=torch.uint8).to(self._device, copy=True)
-            if self._world_size > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX)
-            self._absent = frozenset(index for index, flag in enumerate(flags.tolist()) if not flag)
-        self._settled = math.sqrt(total) if total >= 0 else math.nan
+        self._settled, self._absent = settled(self._local_gradients(), seen, some_absent, self._device)
         return self._settled
 
     @torch.no_grad()
