@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-import shardkit
 from shardkit import Backend, Strategy
 from shardkit._registry import claims, describe
 from shardkit.testing import _ahead
@@ -23,6 +22,7 @@ from shardkit.testing._checkpoints import loaded, moves, saved
 from shardkit.testing._held import GROWTH, SLACK, Held, measured, shares
 from shardkit.testing._ranks import preload, run
 from shardkit.testing._record import Outcome, Outcomes, record
+from shardkit.testing.cases._models import installed
 from shardkit.testing.cases._table import Case, load_cases
 
 PAGE = "docs/conformance.md"
@@ -185,8 +185,8 @@ class BackendSuite:
         name = getattr(self, "backend", "")
         if name not in claims():
             pytest.fail(
-                f"no backend is named {name!r}: install its distribution, or shardkit.register() it in a conftest.py; "
-                f"installed are {', '.join(claims())}",
+                f"no backend is named {name!r}: install its distribution, such as with pip install -e .; installed are "
+                f"{', '.join(claims())}",
                 pytrace=False,
             )
         return describe(name)
@@ -351,11 +351,7 @@ def _probed(backend: str) -> dict[str, Any]:
 def _others(backend: str) -> list[str]:
     """Return a strategy of each other backend that can run here: the one that splits most."""
     found = []
-    for name, other in shardkit.backends().items():
-        if name != backend and other.variants_on("cpu") and _is_there(other):
+    for name, other in installed().items():
+        if name != backend and other.variants_on("cpu"):
             found.append(max(other.variants_on("cpu"), key=lambda variant: len(variant.shards)).strategy)
     return found
-
-
-def _is_there(backend: Backend) -> bool:
-    return backend.library is None or importlib.util.find_spec(backend.library) is not None
