@@ -42,6 +42,11 @@ class Count:
         if self.real == 0:
             self.share = 0.0
 
+    def extend(self, *, last: bool) -> None:
+        """Expect one more micro-batch, and another after it unless it is the last; their losses are parts of one."""
+        self.expected = self.passes = self.micro + (1 if last else 2)
+        self.share = 1.0
+
     def fill_up(self, engine: Engine, device: torch.device) -> None:
         """Run the backward passes that other ranks have in this window and this one lacks, with a loss of 0."""
         still = torch.zeros((), device=device)

@@ -169,6 +169,14 @@ class Loop:
         if self._guards and count.micro == count.passes:
             self._complete()
 
+    def _backward_part(self, loss: Tensor, *, last: bool) -> None:
+        """Do as :meth:`backward` in a window whose length only its ``last`` micro-batch tells.
+
+        ``loss`` is this micro-batch's part of the window's: divided by what the window is averaged over already.
+        """
+        self._count.extend(last=last)
+        self.backward(loss)
+
     def step(self) -> bool:
         """Update the weights if the window is complete, and return whether they moved.
 

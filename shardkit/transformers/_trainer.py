@@ -1,0 +1,126 @@
+"""The library's Trainers over a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from accelerate.utils import DummyOptim
+
+import shardkit
+from shardkit.errors import CheckpointError, StrategyError
+from shardkit.transformers._accelerator import Accelerator
+from shardkit.transformers._arguments import _Flags
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CHECKPOINT = "shardkit"
+"""The folder of a Trainer's checkpoint that holds the session's."""
+
+
+class _OverSession:
+    """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    _strategy: shardkit.Strategy | None = None
+    """What the flags mean; None without one, when all is the library's."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, and have it train under the strategy."""
+        args = self.args
+        self._strategy = args.to_strategy() if isinstance(args, _Flags) else None
+        if self._strategy is not None:
+            if args.sharded_ddp and args.world_size == 1:
+                raise StrategyError(
+                    "--sharded_ddp splits over several processes, and this is one alone: launch them with torchrun "
+                    "--nproc_per_node N, or leave the flag"
+                )
+            # One process drives one device.
+            args._n_gpu = min(args._n_gpu, 1)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self._strategy is not None:
+            self.accelerator = Accelerator.over(self.accelerator, self._strategy)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        # The session runs the model in the strategy's precision, and scales the loss.
+        return built if self._strategy is None else {**built, "mixed_precision": "no"}
+
+    @property
+    def session(self) -> shardkit.Session | None:
+        """The session in which the model trains; None before the training, and without a flag."""
+        return getattr(self.accelerator, "session", None)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Make the optimizer of the arguments, or leave it to the session where a DeepSpeed file describes it."""
+        file = self._file
+        if file is not None and file.optimizer and self.optimizer is None:
+            self.optimizer = DummyOptim(params=[])
+            return self.optimizer
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the schedule of the arguments, or that which a DeepSpeed file describes."""
+        file = self._file
+        if file is not None and file.scheduler and self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = file.make_scheduler(optimizer, self.args, num_training_steps)
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+
+    @property
+    def _file(self) -> Any:
+        return None if self._strategy is None else self.args.deepspeed_file
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self._strategy is not None:
+            # Gradients are the session's: the library would look at them for meshes of several dimensions.
+            self._mixed_mesh_grads = False
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if state_dict is None and self.session is not None:
+            state_dict = self.session.full_weights()
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.session is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        else:
+            self.session.save(Path(output_dir, CHECKPOINT), objects={"lr_scheduler": self.lr_scheduler})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint, CHECKPOINT)
+        if folder is None or (self.session is None and not folder.is_dir()):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif self.session is None:
+            raise CheckpointError(
+                f"{str(checkpoint)!r} was written under a strategy of shardkit, and no flag asks for one: go on with "
+                "the flag that it was written with, or with another one, such as --strategy ddp"
+            )
+        elif folder.is_dir():
+            self.session.load(folder, objects={"lr_scheduler": self.lr_scheduler})
+        else:
+            raise CheckpointError(
+                f"{str(checkpoint)!r} holds no optimizer state that strategy {str(self._strategy)!r} reads"
+            )
+
+
+class Trainer(_OverSession, transformers.Trainer):  # type: ignore[misc]
+    """The library's ``Trainer``, which trains under the strategy that its arguments' flags mean.
+
+    Raises:
+        ShardkitError: something can't be done right; the same error on every rank.
+    """
+
+
+class Seq2SeqTrainer(_OverSession, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """The library's ``Seq2SeqTrainer``, which trains under the strategy that its arguments' flags mean."""
