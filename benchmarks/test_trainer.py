@@ -35,8 +35,9 @@ def test_a_step_of_the_trainer(benchmark, blocks, processor, backend, accumulate
     over = ratios(seconds["shardkit"], seconds["own"])
     noise = ratios(seconds["own again"], seconds["own"])
     report(benchmark, seconds["shardkit"], shardkit_over_own=over, own_over_itself=noise)
+    clock = ", in time of the processor" if processor else ""
     tell(
-        f"a step of the Trainer: t5-tiny, 2 ranks, batch {BATCH} each{', in time of the processor' if processor else ''}",
+        f"a step of the Trainer: t5-tiny, 2 ranks, batch {BATCH} each{clock}",
         backend=backend,
         accumulate=str(accumulate),
         milliseconds_own=f"{1e3 * Quartiles.of(seconds['own']).median:.1f}",
