@@ -142,6 +142,8 @@ def parse(words: list[str] | None = None) -> tuple[ModelArguments, DataArguments
     known, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}")
+    # Without it, and without a GPU, the library takes each process of torchrun for one alone.
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
     if known.model_name_or_path is None:
         parser.set_defaults(**FROM_RANDOM_WEIGHTS)
     model, data, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
@@ -260,7 +262,7 @@ def phrases(split: str) -> Pairs:
     for number, name in enumerate(sorted(topics)):
         text = " ".join(re.sub(r"[*`\\]", "", topics[name]).split())
         for sentence in re.findall(r"[A-Z][^.!?:]*[.!?:]", text):
-            for phrase in textwrap.wrap(sentence, 32):
+            for phrase in textwrap.wrap(sentence, 24):
                 if phrase.count(" ") > 1 and re.fullmatch(r"[A-Za-z ,;.:!?'()-]+", phrase):
                     parts[{0: "val", 5: "test"}.get(number % 10, "train")][phrase] = None
     known = {"train": [], "val": ["train"], "test": ["train", "val"]}[split]
