@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import math
 import re
@@ -126,7 +127,7 @@ FROM_RANDOM_WEIGHTS = {
     "warmup_steps": 50,
     "logging_steps": 100,
 }
-"""Defaults without a trained model: the library's own are for fine-tuning one."""
+"""Defaults without a trained model; the library's own are for fine-tuning one."""
 
 
 def parse(words: list[str] | None = None) -> tuple[ModelArguments, DataArguments, Arguments]:
@@ -139,18 +140,20 @@ def parse(words: list[str] | None = None) -> tuple[ModelArguments, DataArguments
     )
     for old, settings in OLD_NAMES.items():
         parser.add_argument(old, default=argparse.SUPPRESS, help=f"the same as --{settings['dest']}", **settings)
-    known, unknown = parser.parse_known_args(words)
+    given, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}")
+    if not (given.do_train or given.do_eval or given.do_predict):
+        parser.set_defaults(do_train=True, do_eval=True, do_predict=True, predict_with_generate=True)
     # Without it, and without a GPU, the library takes each process of torchrun for one alone.
     parser.set_defaults(use_cpu=not torch.accelerator.is_available())
-    if known.model_name_or_path is None:
+    if given.model_name_or_path is None:
         parser.set_defaults(**FROM_RANDOM_WEIGHTS)
     model, data, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    if not (args.do_train or args.do_eval or args.do_predict):
-        args.do_train = args.do_eval = args.do_predict = args.predict_with_generate = True
-    data.val_max_target_length = data.val_max_target_length or data.max_target_length
-    data.test_max_target_length = data.test_max_target_length or data.val_max_target_length
+    if data.val_max_target_length is None:
+        data.val_max_target_length = data.max_target_length
+    if data.test_max_target_length is None:
+        data.test_max_target_length = data.val_max_target_length
     return model, data, args
 
 
@@ -167,19 +170,20 @@ def read(data: DataArguments, split: str) -> Pairs:
     Raises:
         InputError: they aren't there, or are no pairs.
     """
-    file = {"train": data.train_file, "val": data.validation_file, "test": data.test_file}[split]
-    count = {"train": data.n_train, "val": data.n_val, "test": data.n_test}[split]
+    count = getattr(data, f"n_{split}")
     if count == 0 or count < -1:
         raise InputError(f"--n_{split} is a number of samples, or -1 for all of them, not {count}")
-    files = [data.train_file, data.validation_file, data.test_file]
-    if data.data_dir is not None and any(files):
+    files = {"train": data.train_file, "val": data.validation_file, "test": data.test_file}
+    if data.data_dir is not None and any(files.values()):
         raise InputError("--data_dir and files of data can't be used together: leave one of them")
     if data.data_dir is not None:
         pairs = from_folder(Path(data.data_dir), split)
-    elif any(files):
+    elif any(files.values()):
+        file = files[split]
         if file is None:
-            option = {"train": "--train_file", "val": "--validation_file", "test": "--test_file"}[split]
-            raise InputError(f"the {split} data is asked for and there is no {option}")
+            raise InputError(
+                f"the {split} data is asked for, and there is no --{split.replace('val', 'validation')}_file"
+            )
         pairs = from_file(Path(file), data.task)
     else:
         pairs = phrases(split)
@@ -204,9 +208,8 @@ def from_file(path: Path, task: str | None) -> Pairs:
     """Return the pairs of a file of JSON lines, or of columns."""
     text = text_of(path)
     if path.suffix in (".csv", ".tsv"):
-        records: list[Any] = list(
-            csv.DictReader(text.splitlines(True), delimiter="," if path.suffix == ".csv" else "\t")
-        )
+        delimiter = "," if path.suffix == ".csv" else "\t"
+        records: list[Any] = list(csv.DictReader(io.StringIO(text), delimiter=delimiter, restkey="more"))
     elif path.suffix in (".json", ".jsonl"):
         records = []
         for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -220,23 +223,25 @@ def from_file(path: Path, task: str | None) -> Pairs:
     keys = ("source", "target") if languages is None else (languages[1], languages[2])
     pairs = []
     for number, record in enumerate(records, 1):
-        sample = record.get("translation", record) if isinstance(record, dict) else record
-        for names in (("source", "target"), keys):
-            if isinstance(sample, dict) and all(isinstance(sample.get(name), str) for name in names):
-                pairs.append((sample[names[0]], sample[names[1]]))
-                break
-        else:
-            found = list(sample) if isinstance(sample, dict) else type(sample).__name__
+        sample = record.get("translation", record) if isinstance(record, dict) else None
+        sample = sample if isinstance(sample, dict) else {}
+        source, target = (
+            sample.get(key, sample.get(side)) for key, side in zip(keys, ("source", "target"), strict=True)
+        )
+        if not isinstance(source, str) or not isinstance(target, str):
             raise InputError(
-                f"sample {number} of {path} has no texts {' and '.join(map(repr, keys))}, it has {found}: "
+                f"sample {number} of {path} has no texts {keys[0]!r} and {keys[1]!r}, it has {list(sample)}: "
                 "--task translation_en_to_ro, for example, says which languages are source and target"
             )
+        if isinstance(sample.get("more"), list):
+            raise InputError(f"sample {number} of {path} has more columns than the first line names: quote its texts")
+        pairs.append((source, target))
     return checked(pairs, path)
 
 
 def text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} isn't UTF-8: {error}") from None
     except OSError as error:
@@ -284,8 +289,12 @@ SIZES: dict[str, dict[str, Any]] = {
 def load(asked: ModelArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a trained model and its tokenizer, or a T5 with random weights that reads bytes."""
     if asked.model_name_or_path is not None:
-        model = AutoModelForSeq2SeqLM.from_pretrained(asked.model_name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(asked.model_name_or_path)
+        try:
+            # Weights that are saved in half precision are trained in full, under --fp16, too.
+            model = AutoModelForSeq2SeqLM.from_pretrained(asked.model_name_or_path, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(asked.model_name_or_path)
+        except (OSError, ValueError) as error:
+            raise InputError(f"can't load --model_name_or_path {asked.model_name_or_path!r}: {error}") from error
         if hasattr(tokenizer, "src_lang"):
             raise InputError(
                 f"{asked.model_name_or_path!r} is a model of many languages, which wants a token for each: this script "
@@ -425,8 +434,11 @@ def on_every_rank(work: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def check_output(args: Arguments) -> None:
-    """Refuse to train over what another training wrote, as the library did then."""
+def check(data: DataArguments, args: Arguments) -> None:
+    """Refuse lengths that are none, and to train over what another training wrote, as the library did then."""
+    for name in ("max_source_length", "max_target_length", "val_max_target_length", "test_max_target_length"):
+        if getattr(data, name) < 2:
+            raise InputError(f"--{name} is a number of tokens, at least 2, not {getattr(data, name)}")
     folder = Path(str(args.output_dir))
     goes_on = args.overwrite_output_dir or args.resume_from_checkpoint is not None
     if args.do_train and not goes_on and folder.is_dir() and any(folder.iterdir()):
@@ -441,14 +453,11 @@ def main(words: list[str] | None = None) -> dict[str, float]:
     asked, data, args = parse(words)
     set_seed(args.seed)  # the same weights on every rank
 
-    splits = [
-        *(["train"] if args.do_train else []),
-        *(["val"] if args.do_eval or (args.do_train and args.eval_strategy != "no") else []),
-        *(["test"] if args.do_predict else []),
-    ]
+    asked_for = {"train": args.do_train, "val": args.do_eval, "test": args.do_predict}
+    splits = [split for split, wanted in asked_for.items() if wanted]
 
     def prepare() -> Any:
-        check_output(args)
+        check(data, args)
         pairs = {split: read(data, split) for split in splits}
         return pairs, *load(asked)
 

@@ -129,12 +129,12 @@ def test_a_folder_of_lines_gives_pairs(tmp_path: Path) -> None:
     [
         ("a.json", '{"translation": {"ro": "unu", "en": "one"}}\n{"translation": {"ro": "doi, ", "en": "two"}}\n'),
         ("a.jsonl", '{"source": "one", "target": "unu"}\n{"source": "two", "target": "doi, "}\n'),
-        ("a.csv", 'ro,en\nunu,one\n"doi, ",two\n'),
+        ("a.csv", '\ufeffro,en\nunu,one\n"doi, ",two\n'),
         ("a.tsv", "source\tother\ttarget\r\none\t\tunu\r\ntwo\t\tdoi, \r\n"),
     ],
 )
 def test_a_file_gives_pairs_from_source_to_target(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="utf-8")
     data = data_of(f"--validation_file {tmp_path / name} --task translation_en_to_ro")
     assert seq2seq.read(data, "val") == [("one", "unu"), ("two", "doi, ")]
 
@@ -149,7 +149,9 @@ def folder(tmp_path: Path) -> Path:
     lines(tmp_path / "empty.csv", "source,target")
     lines(tmp_path / "rows.csv", "one,unu", "two,doi")
     lines(tmp_path / "short.csv", "source,target", "one")
+    lines(tmp_path / "comma.csv", "source,target", "Well, yes,bine")
     lines(tmp_path / "texts.json", '{"translation": {"en": "one", "ro": "unu"}}')
+    lines(tmp_path / "words.json", '{"source": "one", "target": "unu"}', '{"translation": "two"}')
     lines(tmp_path / "list.json", "[", '  {"source": "one", "target": "unu"}', "]")
     lines(tmp_path / "texts.bin", "one")
     (tmp_path / "latin.csv").write_bytes("source,target\none,ună\n".encode("latin2"))
@@ -170,13 +172,15 @@ def folder(tmp_path: Path) -> Path:
             r"sample 1 of .* has no texts 'source' and 'target', it has \['one', 'unu'",
         ),
         ("--train_file {}/short.csv", "train", "sample 1 of .* has no texts"),
+        ("--train_file {}/comma.csv", "train", "sample 1 of .* has more columns than the first line names"),
         ("--train_file {}/texts.json", "train", r"it has \['en', 'ro'\]: --task translation_en_to_ro"),
+        ("--train_file {}/words.json", "train", "sample 2 of .* has no texts"),
         ("--train_file {}/texts.json --task translation_en_to_de", "train", "no texts 'en' and 'de'"),
         ("--train_file {}/list.json", "train", "line 1 of .* isn't JSON, one object a line"),
         ("--train_file {}/none.json", "train", "none.json can't be read: No such file"),
         ("--train_file {}/texts.bin", "train", "ends with none of"),
         ("--train_file {}/latin.csv", "train", "latin.csv isn't UTF-8"),
-        ("--train_file {}/texts.json", "val", "the val data is asked for and there is no --validation_file"),
+        ("--train_file {}/texts.json", "val", "the val data is asked for, and there is no --validation_file"),
         ("--train_file texts.json --data_dir {}", "train", "--data_dir and files of data can't be used together"),
         ("--n_val 0", "val", "--n_val is a number of samples, or -1 for all of them, not 0"),
     ],
