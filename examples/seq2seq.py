@@ -130,26 +130,32 @@ FROM_RANDOM_WEIGHTS = {
 """Defaults without a trained model; the library's own are for fine-tuning one."""
 
 
-def parse(words: list[str] | None = None) -> tuple[ModelArguments, DataArguments, Arguments]:
-    """Return what a command line says; exit on one that can't be read."""
-    parser = HfArgumentParser(
+def parser() -> HfArgumentParser:
+    """Return what reads the command line: the names of today, and those of then."""
+    made = HfArgumentParser(
         [ModelArguments, DataArguments, Arguments],
         usage="%(prog)s [--argument VALUE ...]     (--help lists them all)",
         description=__doc__,
         formatter_class=Help,
     )
     for old, settings in OLD_NAMES.items():
-        parser.add_argument(old, default=argparse.SUPPRESS, help=f"the same as --{settings['dest']}", **settings)
-    given, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(f"unknown: {' '.join(unknown)}")
-    if not (given.do_train or given.do_eval or given.do_predict):
-        parser.set_defaults(do_train=True, do_eval=True, do_predict=True, predict_with_generate=True)
+        made.add_argument(old, default=argparse.SUPPRESS, help=f"the same as --{settings['dest']}", **settings)
     # Without it, and without a GPU, the library takes each process of torchrun for one alone.
-    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    made.set_defaults(use_cpu=not torch.accelerator.is_available())
+    return made
+
+
+def parse(words: list[str] | None = None) -> tuple[ModelArguments, DataArguments, Arguments]:
+    """Return what a command line says; exit on one that can't be read."""
+    reader = parser()
+    given, unknown = reader.parse_known_args(words)
+    if unknown:
+        reader.error(f"unknown: {' '.join(unknown)}")
+    if not (given.do_train or given.do_eval or given.do_predict):
+        reader.set_defaults(do_train=True, do_eval=True, do_predict=True, predict_with_generate=True)
     if given.model_name_or_path is None:
-        parser.set_defaults(**FROM_RANDOM_WEIGHTS)
-    model, data, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
+        reader.set_defaults(**FROM_RANDOM_WEIGHTS)
+    model, data, args = reader.parse_args_into_dataclasses(words, look_for_args_file=False)
     if data.val_max_target_length is None:
         data.val_max_target_length = data.max_target_length
     if data.test_max_target_length is None:
@@ -387,6 +393,23 @@ def scorer(pairs: Pairs, tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPr
 # Training
 
 
+def mean_loss(smoothing: float) -> Callable[..., torch.Tensor]:
+    """Return the cross-entropy as the mean over the tokens of all ranks and micro-batches of a step.
+
+    The library hands over their number and relies on the division. T5 and others take the number and divide by that of
+    their own micro-batch, so that the library's loss would be as many times too large as there are of these.
+    """
+
+    def compute(
+        output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        logits = output["logits"].flatten(0, 1).float()
+        total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=smoothing)
+        return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    return compute
+
+
 class ByLength(Sampler[int]):
     """Draws samples of similar length together, so that little is padded: in another order in each epoch.
 
@@ -478,6 +501,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         train_dataset=sets.get("train"),
         eval_dataset=sets.get("val"),
         processing_class=tokenizer,
+        compute_loss_func=mean_loss(args.label_smoothing_factor),
         compute_metrics=scorer(pairs["val"], tokenizer) if "val" in pairs and args.predict_with_generate else None,
     )
     metrics: dict[str, float] = {}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BartConfig, BartForConditionalGeneration, T5ForConditionalGeneration
+from transformers.trainer_pt_utils import LabelSmoother
 
 from examples import seq2seq
 from shardkit import testing
@@ -31,11 +32,11 @@ THEN = (
 """The command line of January 2021, without the flags of its rows."""
 
 TINY = (
-    "--n_train 22 --n_val 7 --n_test 5 --max_steps 4 --per_device_train_batch_size 2 --per_device_eval_batch_size 2 "
-    "--gradient_accumulation_steps 2 --logging_steps 1 --freeze_embeds --label_smoothing 0.1 --max_target_length 12 "
+    "--n_train 24 --n_val 7 --n_test 5 --max_steps 4 --per_device_train_batch_size 2 --per_device_eval_batch_size 2 "
+    "--gradient_accumulation_steps 2 --logging_steps 1 --freeze_embeds --max_target_length 12 "
     "--use_cpu --disable_tqdm true --save_strategy no --overwrite_output_dir"
 )
-"""A training of the default task that takes a second, the last of its windows short."""
+"""A training of the default task that takes a second: three windows of 2 x 2 x 2 samples, and another one."""
 
 
 def data_of(words: str) -> seq2seq.DataArguments:
@@ -278,6 +279,7 @@ ROWS: dict[str, str] = {
     "--sharded_ddp": "--sharded_ddp",
     "ZeRO-2": "--strategy deepspeed:stage=2",
     "ZeRO-2 with offload": "--strategy deepspeed:stage=2,offload_optimizer=cpu",
+    "smoothed": "--label_smoothing 0.1",
     "by length": "--sharded_ddp --sortish_sampler",
 }
 LOSS = 1e-6
@@ -362,6 +364,21 @@ def test_a_row_has_the_losses_of_the_baseline(row: str, ranks: list[Ranks]) -> N
             assert rank.metrics[row][name] == pytest.approx(expected, rel=LOSS), name
 
 
+@pytest.mark.parametrize("row", ["baseline", "smoothed"])
+def test_two_ranks_have_the_losses_of_one(row: str, ranks: list[Ranks], tmp_path: Path) -> None:
+    words = [*TINY.split(), "--do_train", *ROWS[row].split(), "--output_dir", str(tmp_path)]
+    one = seq2seq.main([*words, "--per_device_train_batch_size", "4"])
+    assert ranks[0].metrics[row]["train_loss"] == pytest.approx(one["train_loss"], rel=LOSS)
+
+
+def test_the_loss_is_the_librarys_over_all_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(2, 3, 5, generator=generator), torch.tensor([[1, 2, -100], [4, -100, -100]])
+    expected = LabelSmoother(0.1)({"logits": logits}, labels.clone())
+    torch.testing.assert_close(seq2seq.mean_loss(0.1)({"logits": logits}, labels), expected)
+    torch.testing.assert_close(seq2seq.mean_loss(0.1)({"logits": logits}, labels, 30), expected / 10)
+
+
 def test_all_results_are_written(ranks: list[Ranks], shared: Path) -> None:
     for row in ROWS:
         folder = shared / row
@@ -374,7 +391,7 @@ def test_all_results_are_written(ranks: list[Ranks], shared: Path) -> None:
 
 def test_a_trained_folder_is_loaded_again(ranks: list[Ranks], shared: Path, tmp_path: Path) -> None:
     words = f"--model_name_or_path {shared / '--sharded_ddp'} --do_predict --n_test 5 --use_cpu --disable_tqdm true"
-    found = seq2seq.main([*words.split(), "--label_smoothing", "0.1", "--output_dir", str(tmp_path)])
+    found = seq2seq.main([*words.split(), "--output_dir", str(tmp_path)])
     # One process takes the mean over five samples; two took it over six, the first one twice.
     assert found["test_loss"] == pytest.approx(ranks[0].metrics["--sharded_ddp"]["test_loss"], rel=0.05)
     assert "test_bleu" not in found
