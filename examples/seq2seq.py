@@ -1,14 +1,14 @@
-"""Fine-tune a model that reads one text and writes another, with the Trainer's flags --sharded_ddp and --deepspeed.
+r"""Fine-tune a model that reads one text and writes another, with the Trainer's flags --sharded_ddp and --deepspeed.
 
 Alone, it trains a tiny T5 for a minute to put back the spaces of English phrases, which needs no download:
 
     python examples/seq2seq.py
 
-On several processes, and as it was done in January 2021, translating with data of your own:
+On several processes, their memory shared out by FairScale; and with a model and data of your own:
 
     torchrun --nproc_per_node 2 examples/seq2seq.py --sharded_ddp
-    torchrun --nproc_per_node 2 examples/seq2seq.py --model_name_or_path t5-large --data_dir wmt_en_ro \
-        --task translation_en_to_ro --do_train --do_eval --predict_with_generate --fp16 --sharded_ddp
+    torchrun --nproc_per_node 2 examples/seq2seq.py --sharded_ddp --model_name_or_path t5-large --data_dir wmt_en_ro \
+        --task translation_en_to_ro --do_train --do_eval --do_predict --predict_with_generate
 
 Your data is --data_dir with files train.source and train.target, val.* and test.*, one sample a line; or --train_file,
 --validation_file and --test_file, with JSON lines or with columns (.csv, .tsv). Of each sample "source" and "target",
@@ -72,6 +72,8 @@ def described(text: str, default: Any = None) -> Any:
 
 @dataclass
 class ModelArguments:
+    _argument_group_name = "model"
+
     model_name_or_path: str | None = described("A folder or a name on the hub; without it, a T5 with random weights.")
     model_size: Literal["tiny", "small", "base", "large"] = described("Of the T5 with random weights.", "tiny")
     freeze_embeds: bool = described("Leave the embeddings, and those of positions, as they are.", False)
@@ -79,6 +81,8 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
+    _argument_group_name = "data"
+
     data_dir: str | None = described("A folder with train.source, train.target, val.* and test.*, a sample a line.")
     train_file: str | None = described("JSON lines, .csv or .tsv.")
     validation_file: str | None = described("As --train_file.")
@@ -96,6 +100,8 @@ class DataArguments:
 
 @dataclass
 class Arguments(Seq2SeqTrainingArguments):
+    _argument_group_name = "training"
+
     train_sampling_strategy: str = described("random, sequential, or group_by_length, as --sortish_sampler.", "random")
     overwrite_output_dir: bool = described("Train although --output_dir isn't empty.", False)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from examples import seq2seq
 from shardkit import testing
 from shardkit.errors import InputError
+from tests.docs import _blocks
 from tests.transformers import tiny
 
 THEN = (
@@ -280,7 +284,7 @@ ROWS: dict[str, str] = {
     "ZeRO-2": "--strategy deepspeed:stage=2",
     "ZeRO-2 with offload": "--strategy deepspeed:stage=2,offload_optimizer=cpu",
     "smoothed": "--label_smoothing 0.1",
-    "by length": "--sharded_ddp --sortish_sampler",
+    "by length": "--sharded_ddp --sortish_sampler --save_strategy steps --save_steps 2",
 }
 LOSS = 1e-6
 """Relative, in float32: sums of two ranks in another order."""
@@ -291,6 +295,8 @@ class Ranks:
     """What one of two ranks saw."""
 
     metrics: dict[str, dict[str, float]]
+    resumed: dict[str, float]
+    """Of the row "by length", from its second step on, in the middle of an epoch."""
     refused: list[str]
     drawn: list[int]
     """Samples by their numbers, in three epochs."""
@@ -308,7 +314,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(shared: Path) -> list[Ranks]:
-    return testing.run(_rank, shared, processes=2, timeout=120)
+    return testing.run(_rank, shared, processes=2, timeout=200)
 
 
 def _rank(folder: Path) -> Ranks:
@@ -317,6 +323,8 @@ def _rank(folder: Path) -> Ranks:
         name: seq2seq.main([*TINY.split(), *row.split(), "--output_dir", str(folder / name)])
         for name, row in ROWS.items()
     }
+    again = [*TINY.split(), *ROWS["by length"].split(), "--output_dir", str(folder / "resumed")]
+    resumed = seq2seq.main([*again, "--resume_from_checkpoint", str(folder / "by length" / "checkpoint-2")])
     refused = []
     for words in (
         f"--data_dir {folder / rank}",
@@ -329,7 +337,7 @@ def _rank(folder: Path) -> Ranks:
         refused.append(str(raised.value))
     with mock.patch.object(T5ForConditionalGeneration, "generate", _echo):
         seq2seq.main([*TINY.split(), *ECHO.split(), "--output_dir", str(folder / "echo")])
-    return Ranks(metrics, refused, _drawn(folder))
+    return Ranks(metrics, resumed, refused, _drawn(folder))
 
 
 ECHO = "--n_test 9 --do_predict --predict_with_generate --train_sampling_strategy group_by_length"
@@ -405,6 +413,11 @@ def test_what_is_wrong_on_one_rank_is_told_on_both(ranks: list[Ranks]) -> None:
     assert all("isn't empty: train into it with --overwrite_output_dir" in told for told in full)
 
 
+def test_a_run_by_length_goes_on_in_its_order(ranks: list[Ranks]) -> None:
+    for rank in ranks:
+        assert rank.resumed["eval_loss"] == rank.metrics["by length"]["eval_loss"]
+
+
 def test_predictions_are_in_the_order_of_the_test_data(ranks: list[Ranks], shared: Path) -> None:
     sources = [source for source, _ in seq2seq.phrases("test")[:9]]
     assert (shared / "echo" / "test_generations.txt").read_text().splitlines() == sources
@@ -414,3 +427,60 @@ def test_each_epoch_by_length_takes_each_sample_once(ranks: list[Ranks]) -> None
     for epoch in range(3):
         drawn = [number for rank in ranks for number in rank.drawn[8 * epoch : 8 * epoch + 8]]
         assert sorted(drawn) == list(range(16))
+
+
+# The page
+
+
+def commands_of_page(mark: str) -> list[list[str]]:
+    (block,) = [block for block in _blocks.blocks("docs/trainer-example.md") if mark in block.marks]
+    return [shlex.split(line) for line in block.text.splitlines()]
+
+
+def test_the_page_lists_the_six_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(_blocks.ROOT)
+    found = []
+    for words in commands_of_page("rows"):
+        assert words[:4] == ["torchrun", "--nproc_per_node", "2", "examples/seq2seq.py"]
+        args = seq2seq.parse([*words[4:], "--use_cpu"])[2]
+        strategy = args.to_strategy()
+        zero = json.loads(Path(args.deepspeed).read_text())["zero_optimization"] if args.deepspeed else {}
+        found.append((strategy and strategy.backend, args.fp16, zero.get("stage"), "offload_optimizer" in zero))
+    assert found == [
+        (None, False, None, False),
+        (None, True, None, False),
+        ("fairscale", False, None, False),
+        ("fairscale", True, None, False),
+        ("deepspeed", False, 2, False),
+        ("deepspeed", False, 2, True),
+    ]
+
+
+def test_the_page_has_the_command_line_of_then() -> None:
+    (then,), _ = commands_of_page("then")
+    assert then == f"THEN={THEN.replace('--output_dir output_dir ', '')}"
+
+
+@pytest.mark.slow
+def test_the_six_rows_run_as_the_page_writes_them(tmp_path: Path) -> None:
+    losses = []
+    for number, words in enumerate(commands_of_page("rows")):
+        folder = tmp_path / str(number)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *words[1:],
+            *TINY.split(),
+            "--output_dir",
+            str(folder),
+        ]
+        done = subprocess.run(command, cwd=_blocks.ROOT, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(json.loads((folder / "all_results.json").read_text())["train_loss"])
+        assert len((folder / "test_generations.txt").read_text().splitlines()) == 5
+    baseline, fp16, sharded, sharded16, zero2, offload = losses
+    assert [sharded, zero2, offload] == pytest.approx([baseline] * 3, rel=LOSS)
+    # In half precision only to its digits. On a CPU the library's own --fp16 does nothing.
+    assert [fp16, sharded16] == pytest.approx([baseline] * 2, rel=1e-3)
+    assert sharded16 != baseline
