@@ -437,12 +437,12 @@ class ByLength(Sampler[int]):
 
 
 class Trainer(Seq2SeqTrainer):
-    """With --sortish_sampler."""
+    """The library's, over shardkit, with --sortish_sampler."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if not self.args.sortish_sampler:
             return super()._get_train_sampler(train_dataset)
-        lengths = [len(sample["input_ids"]) for sample in self.train_dataset]
+        lengths = [len(sample["input_ids"]) for sample in train_dataset or self.train_dataset]
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return ByLength(lengths, size, self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
@@ -531,7 +531,8 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         metrics |= report(trainer, "test", output.metrics)
         if args.predict_with_generate and first:
             texts = decoded(output.predictions[: len(pairs["test"])], tokenizer)
-            Path(args.output_dir, "test_generations.txt").write_text("".join(f"{text}\n" for text in texts))
+            written = "".join(" ".join(text.splitlines()) + "\n" for text in texts)
+            Path(args.output_dir, "test_generations.txt").write_text(written, encoding="utf-8")
             for (source, target), text in list(zip(pairs["test"], texts, strict=True))[:5]:
                 print(f"\n    {source}\n  > {text}\n  = {target}")
     return metrics

@@ -195,6 +195,13 @@ def test_data_that_is_wrong_is_refused(words: str, split: str, told: str, folder
         seq2seq.read(data_of(words.format(folder)), split)
 
 
+@pytest.mark.parametrize("name", ["max_source_length", "val_max_target_length"])
+def test_a_length_that_is_none_is_refused(name: str) -> None:
+    _, data, args = seq2seq.parse([f"--{name}", "0", "--use_cpu"])
+    with pytest.raises(InputError, match=f"--{name} is a number of tokens, at least 2, not 0"):
+        seq2seq.check(data, args)
+
+
 # Metrics
 
 
