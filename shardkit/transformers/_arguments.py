@@ -48,12 +48,19 @@ class _Flags:
 
     @property
     def deepspeed_file(self) -> DeepSpeedFile | None:
-        """What ``deepspeed`` says: the path of a file, its text, or a mapping."""
+        """What ``deepspeed`` says, the path of a file, its text, or a mapping: read once, when it is first given."""
         asked: Any = getattr(self, "deepspeed", None)
-        return DeepSpeedFile.read(asked) if asked else None
+        if not asked:
+            return None
+        held: tuple[Any, DeepSpeedFile] | None = getattr(self, "_deepspeed_read", None)
+        if held is None or held[0] != asked:
+            held = self._deepspeed_read = asked, DeepSpeedFile.read(asked)
+        return held[1]
 
-    def to_strategy(self) -> shardkit.Strategy | None:
+    def to_strategy(self, *, own_optimizer: bool = False) -> shardkit.Strategy | None:
         """Return the strategy that the flags and the other arguments mean together; None without a flag.
+
+        With ``own_optimizer`` the Trainer is handed an optimizer.
 
         Raises:
             StrategyError: a flag's value is wrong, flags or arguments contradict each other.
@@ -77,7 +84,7 @@ class _Flags:
         if args.deepspeed:
             file = self.deepspeed_file
             assert file is not None
-            return file.strategy(args, common)
+            return file.strategy(args, common, own_optimizer=own_optimizer)
         if self.sharded_ddp:
             strategy = shardkit.Strategy.parse(_sharded_ddp.strategy_of(args.sharded_ddp, args.device))
         else:
