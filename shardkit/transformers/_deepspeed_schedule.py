@@ -79,6 +79,10 @@ def make(kind: str, optimizer: Optimizer, params: dict[str, Any]) -> Schedule:
     for group in optimizer.param_groups:
         # As torch's own schedules: another one may have changed the rates that this one starts from.
         group["lr"] = group.setdefault("initial_lr", group["lr"])
+    # JSON's 0 is a whole number, and would be the type of the groups' rate.
+    params = {
+        key: float(value) if type(value) is int and key.endswith("_lr") else value for key, value in params.items()
+    }
     module = importlib.import_module("deepspeed.runtime.lr_schedules")
     with _quiet(module.logger):
         return Schedule(getattr(module, kind)(optimizer, **params))
