@@ -133,11 +133,8 @@ def _plan(
             from shardkit.planner._auto import choose
 
             plan.strategy = choose(plan.strategy, plan.module, optimizer, plan.device, expected_world_size())
-        plan.backend = _registry.describe(plan.strategy.backend)
-        plan.options = typed_options(plan.backend, plan.strategy.options)
-        check_fit(plan.backend, plan.strategy, plan.device)
+        plan.backend, plan.options = understood(plan.strategy, plan.device, any_version=any_version)
         check_precision(plan.module, plan.strategy.precision, plan.device)
-        _registry.require_library(plan.backend, any_version=any_version)
         _registry.load_wrappers()
         if optimizer is None and control:
             raise InputError("a control trains: hand over an optimizer")
@@ -148,6 +145,19 @@ def _plan(
     except ShardkitError as refusal:
         return plan, refusal
     return plan, None
+
+
+def understood(strategy: Strategy, device: torch.device, *, any_version: bool = False) -> tuple[Backend, Any]:
+    """Return the backend and the options that a strategy means on a device; imports nothing heavy. Not collective.
+
+    Raises:
+        ShardkitError: there is no such backend or option, or the backend doesn't run there, or lacks its library.
+    """
+    backend = _registry.describe(strategy.backend)
+    options = typed_options(backend, strategy.options)
+    check_fit(backend, strategy, device)
+    _registry.require_library(backend, any_version=any_version)
+    return backend, options
 
 
 def _content(value: Any) -> Any:

@@ -18,9 +18,9 @@ class ShardedDDPOption(StrEnum):
     SIMPLE = "simple"
     """Optimizer state and gradients are split over the ranks: FairScale's OSS and ShardedDDP. So the bare flag."""
     ZERO_DP_2 = "zero_dp_2"
-    """The parameters, too, which stay whole from a module's forward to its backward."""
+    """The parameters, too, which stay whole from the forward to the backward: FairScale's FullyShardedDataParallel."""
     ZERO_DP_3 = "zero_dp_3"
-    """The parameters, too, gathered for a module's forward and again for its backward."""
+    """The same, gathered again for the backward; over a model that isn't wrapped in parts, FairScale does as before."""
     OFFLOAD = "offload"
     """With one of the two before: what is split waits in host memory."""
     AUTO_WRAP = "auto_wrap"
@@ -77,7 +77,7 @@ def strategy_of(options: list[ShardedDDPOption], device: torch.device) -> str:
         )
     if added:
         raise UnsupportedError(f"--sharded_ddp {given!r} isn't driven over FairScale: {advice}")
-    return ":".join(["fairscale", ",".join(["shard=parameters", *settings])])
+    return "fairscale:shard=parameters"
 
 
 _ZERO = (ShardedDDPOption.ZERO_DP_2, ShardedDDPOption.ZERO_DP_3)

@@ -10,6 +10,7 @@ import transformers
 from accelerate.utils import DummyOptim
 
 import shardkit
+from shardkit._prepare import understood
 from shardkit.errors import CheckpointError, StrategyError
 from shardkit.transformers._accelerator import Accelerator
 from shardkit.transformers._arguments import _Flags
@@ -53,6 +54,8 @@ class _OverSession:
                     "--sharded_ddp splits over several processes, and this is one alone: launch them with torchrun "
                     "--nproc_per_node N, or leave the flag"
                 )
+            if self._strategy.backend != "auto":
+                understood(self._strategy, args.device)
             # One process drives one device.
             args._n_gpu = min(args._n_gpu, 1)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

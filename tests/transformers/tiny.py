@@ -84,8 +84,8 @@ class Training:
 def trainer(module: Any, folder: str, model: str = "t5", **arguments: Any) -> Any:
     """Return ``module``'s Seq2SeqTrainer over a tiny model: accumulation, clipping, two groups, a schedule.
 
-    ``module`` is ``transformers`` or ``shardkit.transformers``. On 2 ranks 22 samples make 3 windows of 2 x 2 samples in each of
-    2 epochs, the last one shorter.
+    ``module`` is ``transformers`` or ``shardkit.transformers``. On 2 ranks 22 samples make 3 windows of 2 x 2
+    samples in each of 2 epochs, the last one shorter.
     """
     settings = {
         "output_dir": folder,
