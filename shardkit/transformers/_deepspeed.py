@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import shardkit
 from shardkit import ModelSize, _registry
-from shardkit._options import typed_options
+from shardkit._prepare import understood
 from shardkit.errors import StrategyError
 from shardkit.transformers import _deepspeed_schedule as schedules
 from shardkit.transformers._deepspeed_keys import (
@@ -121,8 +121,7 @@ class DeepSpeedFile:
 
     def _follow(self, strategy: shardkit.Strategy, args: Any) -> None:
         """Have the plugin check the configuration as it would when the model is prepared, without a model."""
-        backend = _registry.describe(strategy.backend)
-        options = typed_options(backend, strategy.options)
+        backend, options = understood(strategy, args.device)
         try:
             _registry.footprint(backend.name, ModelSize((), args.world_size, args.device.type), strategy, options)
         except StrategyError as error:
