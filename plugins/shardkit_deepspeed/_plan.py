@@ -108,7 +108,8 @@ def _half(file: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions
         raise StrategyError(
             f"{source} of backend 'deepspeed' needs stage 1, 2 or 3: at stage 0 DeepSpeed adds up the gradients of "
             "half-precision weights in that precision. Without half_weights, "
-            f"deepspeed:stage=0,precision={strategy.precision} keeps the weights in float32"
+            f"deepspeed:stage=0,precision={strategy.precision} keeps the weights in float32, and so does a file with "
+            '"torch_autocast": {"enabled": true} in the place of that section'
         )
     return strategy.precision
 

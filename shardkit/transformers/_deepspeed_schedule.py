@@ -66,7 +66,16 @@ class Schedule:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a number of steps; the optimizer's own state holds the rates."""
+        """Go on from a number of steps; the optimizer's own state holds the rates.
+
+        Raises:
+            ValueError: it is the state of a schedule of another kind.
+        """
+        if "last_batch_iteration" not in state:
+            raise ValueError(
+                f"it is the state of another kind of schedule, and the file's is {type(self.inner).__name__}: go on "
+                "with the schedule that it was written with"
+            )
         self.inner.load_state_dict(state)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
 from shardkit.errors import StrategyError
 from shardkit.transformers import TrainingArguments, _deepspeed, _deepspeed_schedule
@@ -93,6 +94,16 @@ def test_a_text_a_mapping_and_another_thing_that_are_none_are_refused(tmp_path: 
     assert "(a mapping) is not JSON: Object of type dtype" in refusal({"bf16": torch.bfloat16})
     assert refusal(3) == "--deepspeed takes a path, JSON text or a mapping, not 3"
     assert "can't read the DeepSpeed configuration" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("given", ["ds.json", '{"zero_optimization": {"stage": 1}}'])
+def test_a_command_line_takes_a_path_or_a_text(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    parser = HfArgumentParser(TrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--use_cpu", "--deepspeed", given])
+    assert args.deepspeed == given
+    assert json.loads(args.to_strategy().options["config"])["zero_optimization"] == {"stage": 1}
 
 
 def test_auto_is_what_the_arguments_say() -> None:
@@ -391,6 +402,13 @@ def test_the_first_ramp_is_logarithmic_as_deepspeed_s_default() -> None:
         schedule.step()
     expected = [0.0, *(3e-5 * math.log(n) / math.log(500) for n in (1, 2, 3))]
     torch.testing.assert_close(seen, expected, rtol=1e-12, atol=0)
+
+
+def test_a_schedule_refuses_the_state_of_another_kind() -> None:
+    optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
+    other = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match="another kind of schedule, and the file's is WarmupLR"):
+        schedule_of("WarmupLR", optimizer).load_state_dict(other.state_dict())
 
 
 def test_making_a_schedule_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -295,6 +295,17 @@ def test_the_file_of_the_announcement_trains_as_torchs_optimizer_at_its_rates(ba
         assert_same(rank["announced"][0], expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_file_of_the_announcement_trains_fp16_weights_on_cuda(tmp_path: Path) -> None:
+    given = {**AGREEING, "fp16": True, "use_cpu": False}
+    expected = testing.run(partial(tiny.own, **AGREEING), str(tmp_path), "t5")[0]
+    for seen, left in testing.run(partial(_train, **given), str(tmp_path), "t5", json.dumps(ANNOUNCED)):
+        assert left["dtype"] == torch.float16
+        # Rates are so low that the weights hardly move: fp16 has 11 bits.
+        torch.testing.assert_close(seen.losses, expected.losses, rtol=1e-2, atol=0)
+
+
 def test_an_optimizer_that_is_handed_over_agrees_with_the_file_or_is_refused(base: str) -> None:
     factors = [0.0, 1 / 2, *((6 - n) / 4 for n in (2, 3, 4, 5))]
     expected = testing.run(partial(plain, weight_decay=0.3), base, factors)[0]
