@@ -52,7 +52,9 @@ def check_section(section: Mapping[str, Any], source: str, optimizer: Optimizer)
         for name, value in values.items():
             if name not in written or written[name] == AUTO:
                 continue
-            held = [group.get(name) for group in optimizer.param_groups]
+            # A schedule of torch's has changed the rate, and kept the optimizer's.
+            kept = "initial_lr" if name == "lr" else name
+            held = [group.get(kept, group.get(name)) for group in optimizer.param_groups]
             if any(_plain(other) != _plain(value) for other in held):
                 found.append(f"optimizer.params.{name}: {value!r}, but the optimizer has {held[0]!r}")
     if found:

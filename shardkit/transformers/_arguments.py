@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,10 @@ class _Flags:
             held = self._deepspeed_read = asked, DeepSpeedFile.read(asked)
         return held[1]
 
-    def to_strategy(self, *, own_optimizer: bool = False) -> shardkit.Strategy | None:
+    def to_strategy(self, *, handed: Collection[str] = ()) -> shardkit.Strategy | None:
         """Return the strategy that the flags and the other arguments mean together; None without a flag.
 
-        With ``own_optimizer`` the Trainer is handed an optimizer.
+        ``handed`` names what the Trainer is handed, of ``"optimizer"`` and ``"schedule"``.
 
         Raises:
             StrategyError: a flag's value is wrong, flags or arguments contradict each other.
@@ -84,7 +85,7 @@ class _Flags:
         if args.deepspeed:
             file = self.deepspeed_file
             assert file is not None
-            return file.strategy(args, common, own_optimizer=own_optimizer)
+            return file.strategy(args, common, handed=handed)
         if self.sharded_ddp:
             strategy = shardkit.Strategy.parse(_sharded_ddp.strategy_of(args.sharded_ddp, args.device))
         else:

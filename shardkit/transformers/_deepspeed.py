@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,11 +85,12 @@ class DeepSpeedFile:
         """Whether the schedule is that of the file."""
         return self.config.get("scheduler") is not None
 
-    def strategy(self, args: Any, common: dict[str, Any], *, own_optimizer: bool = False) -> shardkit.Strategy:
+    def strategy(self, args: Any, common: dict[str, Any], *, handed: Collection[str] = ()) -> shardkit.Strategy:
         """Return the strategy that the file and the arguments mean together.
 
-        ``common`` is what the arguments say for every flag. With ``own_optimizer`` the user hands over an optimizer:
-        the file's section is held against it only where it says something.
+        ``common`` is what the arguments say for every flag. ``handed`` names what the Trainer is handed: an
+        ``"optimizer"`` is held against the file's section only where that says something, and, where its schedule is
+        handed over too, not in what that has set.
 
         Raises:
             StrategyError: lists, key by key, where they contradict each other, or what can't be followed.
@@ -102,8 +103,11 @@ class DeepSpeedFile:
         fields, warning = translate_scale(config, args, found)
         written = config.get("optimizer")
         fill_optimizer(config, args, found)
-        if own_optimizer:
-            config["optimizer"] = written
+        if "optimizer" in handed and isinstance(written, dict):
+            given = written.get("params")
+            scheduled = ("lr", "betas") if self.scheduler and "schedule" in handed else ()
+            params = given.items() if isinstance(given, dict) else ()
+            config["optimizer"] = {**written, "params": {key: value for key, value in params if key not in scheduled}}
         fill_scheduler(config, args, _known_steps(args), found)
         config.pop("scheduler", None)
         found.refuse(self.source)
@@ -128,14 +132,14 @@ class DeepSpeedFile:
             error.add_note(f"The configuration is --deepspeed {self.source}, filled from the arguments.")
             raise
 
-    def check_handed(self, optimizer: Optimizer | None, schedule: Any) -> None:
-        """Raise if the Trainer was handed a schedule that can't be that of the file.
+    def take(self, optimizer: Optimizer | None, schedule: Any) -> Any:
+        """Return the schedule that the Trainer was handed, as it is to be stepped; None where it was handed none.
 
         Raises:
             StrategyError: it is another one, or doesn't step the file's optimizer.
         """
         if schedule is None:
-            return
+            return None
         name = type(schedule).__name__
         if self.optimizer and optimizer is None:
             raise StrategyError(
@@ -148,6 +152,7 @@ class DeepSpeedFile:
                 f"scheduler.type of --deepspeed {self.source} is {self.config['scheduler'].get('type')!r}, but a "
                 f"{name} was handed to the Trainer: take the section out of the file, or hand over None"
             )
+        return schedules.Schedule(schedule) if self.scheduler else schedule
 
     def check_steps(self, args: Any, steps: int, schedule: Any) -> None:
         """Raise if the file contradicts the arguments, or a schedule that was handed over, of a known number of steps.
@@ -162,7 +167,7 @@ class DeepSpeedFile:
         found.refuse(self.source)
         if schedule is not None:
             kind = self.config["scheduler"]["type"]
-            lines = schedules.differences(schedule, kind, params)
+            lines = schedules.differences(schedule.inner, kind, params)
             if lines:
                 raise StrategyError(
                     f"the section 'scheduler' of --deepspeed {self.source} contradicts the {kind} that was handed to "

@@ -45,6 +45,10 @@ REQUIRED = {"OneCycle": ("cycle_min_lr", "cycle_max_lr")}
 """What has no default, and no argument either."""
 
 
+_STATE = ("optimizer", "org_lrs", "_last_lr", "last_batch_iteration")
+"""Attributes of DeepSpeed's that aren't settings."""
+
+
 class Schedule:
     """One of DeepSpeed's schedules. Its rates are those of the optimizer's groups, also before it is first stepped."""
 
@@ -110,7 +114,7 @@ def differences(handed: Any, kind: str, params: dict[str, Any]) -> list[str]:
     return [
         f"\n  {name}: {value!r}, but it was made with {held.get(name)!r}"
         for name, value in meant.items()
-        if name not in ("optimizer", "org_lrs", "_last_lr") and not callable(value) and held.get(name) != value
+        if name not in _STATE and not callable(value) and held.get(name) != value
     ]
 
 

@@ -40,9 +40,10 @@ class _OverSession:
         super().__init__(*args, **kwargs)
         file = self._file
         if file is not None:
-            file.check_handed(self.optimizer, self.lr_scheduler)
+            self.lr_scheduler = file.take(self.optimizer, self.lr_scheduler)
             if self.optimizer is not None:
-                self._strategy = self.accelerator.strategy = self.args.to_strategy(own_optimizer=True)
+                handed = ("optimizer",) if self.lr_scheduler is None else ("optimizer", "schedule")
+                self._strategy = self.accelerator.strategy = self.args.to_strategy(handed=handed)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and have it train under the strategy."""

@@ -260,6 +260,17 @@ def test_the_optimizer_section_becomes_the_torch_optimizer_that_it_means(tmp_pat
         check_section({"type": "AdamW", "params": {"lr": 0.1}}, "ds.json", torch.optim.AdamW(params, lr=0.2))
 
 
+def test_the_rate_of_a_section_is_that_of_an_optimizer_before_its_schedule() -> None:
+    from shardkit_deepspeed._config_optimizer import check_section
+
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    check_section({"type": "AdamW", "params": {"lr": 0.1}}, "ds.json", optimizer)
+    with pytest.raises(StrategyError, match=r"optimizer\.params\.lr: 0\.0, but the optimizer has 0\.1"):
+        check_section({"type": "AdamW", "params": {"lr": 0.0}}, "ds.json", optimizer)
+
+
 def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
     zero_config = pytest.importorskip("deepspeed.runtime.zero.config", reason="deepspeed is not installed")
     config = pytest.importorskip("deepspeed.runtime.config")

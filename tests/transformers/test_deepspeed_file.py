@@ -305,6 +305,20 @@ def test_what_the_backend_does_not_follow_is_refused_with_the_arguments() -> Non
     assert "optimizer: 'auto', but it is a table of settings" in refusal({"optimizer": "auto"})
 
 
+def test_a_section_is_held_against_an_optimizer_that_is_handed_over_only_where_it_says_something() -> None:
+    def section(params: Any, *handed: str) -> Any:
+        config = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": {"type": "WarmupLR"}}
+        strategy = arguments(config, learning_rate=0.1).to_strategy(handed=handed)
+        return json.loads(strategy.options["config"])["optimizer"]["params"]
+
+    params = {"lr": 0.1, "eps": "auto", "betas": [0.9, 0.999]}
+    assert section(params, "optimizer") == params
+    # A schedule has set them.
+    assert section(params, "optimizer", "schedule") == {"eps": "auto"}
+    assert section("auto", "optimizer") == {}
+    assert section(params)["weight_decay"] == 0.0
+
+
 def test_the_file_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1}}')
@@ -510,17 +524,19 @@ def test_a_schedule_that_is_handed_over_is_that_of_the_file_or_refused(tmp_path:
     args = arguments(config, learning_rate=1.0, warmup_steps=5)
     file = args.deepspeed_file
     optimizer = torch.optim.Adam([torch.zeros(1)], lr=1.0)
-    good, bad = WarmupLR(optimizer, 0.0, 1.0, 5), WarmupLR(optimizer, 0.0, 1.0, 5, "linear")
-    file.check_handed(optimizer, good)
-    file.check_steps(args, 10, good)
+    good, bad = (file.take(optimizer, WarmupLR(optimizer, 0.0, 1.0, 5, kind)) for kind in ("log", "linear"))
+    for _ in range(2):
+        file.check_steps(args, 10, good)
+        good.step()
     with pytest.raises(StrategyError, match="warmup_type: 'log', but it was made with 'linear'"):
         file.check_steps(args, 10, bad)
     plain = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(StrategyError, match=r"scheduler.type of .* is 'WarmupLR', but a StepLR was handed"):
-        file.check_handed(optimizer, plain)
+    with pytest.raises(StrategyError, match=r"scheduler\.type of .* is 'WarmupLR', but a StepLR was handed"):
+        file.take(optimizer, plain)
     file = arguments({"optimizer": {"type": "AdamW"}}).deepspeed_file
+    assert file.take(optimizer, plain) is plain
     with pytest.raises(StrategyError, match="the StepLR that was handed to the Trainer steps an optimizer of its own"):
-        file.check_handed(None, plain)
+        file.take(None, plain)
 
 
 def test_the_trainer_refuses_a_schedule_of_another_class_when_it_is_made(tmp_path: Path) -> None:

@@ -217,28 +217,39 @@ def _others(folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {name: _train(folder, "gpt2", config, bf16=True) for name, config in BF16.items()}
     seen["fp16"] = _train(folder, "gpt2", OVERFLOWING, fp16=True)
     seen["announced"] = _train(folder, "t5", json.dumps(UNANNOUNCED), **AGREEING)
-    seen["handed"] = _train_handed(folder, lr=1e-2, weight_decay=0.3)
+    seen["handed"] = _train_handed(folder, None, lr=1e-2, weight_decay=0.3)
+    seen["handed, with schedule"] = _train_handed(folder, "OneCycle", lr=1e-2, weight_decay=0.3)
     with pytest.raises(StrategyError) as refused:
-        _train_handed(folder, lr=2e-2, weight_decay=0.1)
+        _train_handed(folder, None, lr=2e-2, weight_decay=0.1)
     seen["handed, another"] = str(refused.value)
     return seen
 
 
-def _train_handed(folder: str, **settings: float) -> tiny.Training:
-    """Hand over an optimizer of two groups beside a file that describes one, but for its weight decay."""
+def lr_schedules() -> Any:
+    from deepspeed.runtime import lr_schedules
+
+    return lr_schedules
+
+
+def _train_handed(folder: str, kind: str | None, **settings: float) -> tiny.Training:
+    """Hand over an optimizer beside a file that describes it but for its weight decay, and a schedule of a kind."""
     config = {
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": "auto"}},
     }
-    made = tiny.trainer(shardkit.transformers, folder, deepspeed=config)
+    params = {**RATES["OneCycle"][0], "cycle_min_lr": 2e-3, "cycle_max_lr": 1e-2}
+    if kind is not None:
+        config["scheduler"] = {"type": kind, "params": params}
+    made = tiny.trainer(shardkit.transformers, folder, deepspeed=config, warmup_steps=2 if kind is None else 0)
     model = made.model
     optimizer = torch.optim.AdamW(list(model.parameters()), **settings)
+    schedule = None if kind is None else getattr(lr_schedules(), kind)(optimizer, **params)
     made = shardkit.transformers.Seq2SeqTrainer(
         model=model,
         args=made.args,
         train_dataset=made.train_dataset,
         eval_dataset=made.eval_dataset,
-        optimizers=(optimizer, None),
+        optimizers=(optimizer, schedule),
     )
     made.remove_callback(transformers.PrinterCallback)
     seen = tiny.trained(made)
@@ -309,8 +320,10 @@ def test_the_file_of_the_announcement_trains_fp16_weights_on_cuda(tmp_path: Path
 def test_an_optimizer_that_is_handed_over_agrees_with_the_file_or_is_refused(base: str) -> None:
     factors = [0.0, 1 / 2, *((6 - n) / 4 for n in (2, 3, 4, 5))]
     expected = testing.run(partial(plain, weight_decay=0.3), base, factors)[0]
+    cycled = testing.run(partial(plain, weight_decay=0.3), base, CYCLING, MOMENTA)[0]
     for rank in others(base):
         assert_same(rank["handed"], expected)
+        assert_same(rank["handed, with schedule"], cycled)
         text = rank["handed, another"]
         assert "contradicts the optimizer that was handed to prepare" in text
         assert "optimizer.params.lr: 0.01, but the optimizer has 0.02" in text
