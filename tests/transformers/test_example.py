@@ -55,7 +55,10 @@ def lines(path: Path, *texts: str) -> Path:
 # Arguments
 
 
-@pytest.mark.parametrize("flags", ["", "--fp16", "--sharded_ddp", "--sharded_ddp --fp16"])
+OF_THEN = f"--deepspeed {_blocks.ROOT}/examples/ds_config_4.2.json --fp16"
+
+
+@pytest.mark.parametrize("flags", ["", "--fp16", "--sharded_ddp", "--sharded_ddp --fp16", OF_THEN])
 def test_the_command_line_of_then_means_what_it_meant(flags: str) -> None:
     model, data, args = seq2seq.parse([*THEN.split(), *flags.split(), "--use_cpu"])
     assert (model.model_name_or_path, model.freeze_embeds) == ("t5-large", True)
@@ -69,6 +72,9 @@ def test_the_command_line_of_then_means_what_it_meant(flags: str) -> None:
     assert (args.do_train, args.do_eval, args.do_predict) == (True, True, False)
     assert args.fp16 == ("--fp16" in flags)
     assert bool(args.sharded_ddp) == ("--sharded_ddp" in flags)
+    # A file of the form of 4.2.0 says what these arguments say, or would be refused.
+    strategy = args.to_strategy()
+    assert (strategy is not None and strategy.backend == "deepspeed") == ("--deepspeed" in flags)
 
 
 def test_no_arguments_train_evaluate_and_predict() -> None:
@@ -288,8 +294,8 @@ def test_by_length_is_another_order_in_each_epoch_and_the_same_again() -> None:
 ROWS: dict[str, str] = {
     "baseline": "",
     "--sharded_ddp": "--sharded_ddp",
-    "ZeRO-2": "--strategy deepspeed:stage=2",
-    "ZeRO-2 with offload": "--strategy deepspeed:stage=2,offload_optimizer=cpu",
+    "ZeRO-2": f"--deepspeed {_blocks.ROOT}/examples/ds_config_zero2.json",
+    "ZeRO-2 with offload": f"--deepspeed {_blocks.ROOT}/examples/ds_config_zero2_offload.json",
     "smoothed": "--label_smoothing 0.1",
     "by length": "--sharded_ddp --sortish_sampler --save_strategy steps --save_steps 2",
 }
