@@ -54,7 +54,7 @@ def name_parameters(
     groups: list[Mapping[str, Any]] = list(found.optimizer["param_groups"])
     keys = [list(group["params"]) for group in groups]
     named, origin = _said(found, groups, keys, model, optimizer, names)
-    known = _known_shapes(found.optimizer["state"], found.masters)
+    known = known_shapes(found.optimizer["state"], found.masters)
     if named is None:
         candidates = _candidates(found, shapes, model)
         if names == "order":
@@ -136,7 +136,7 @@ def _said(
     }, origin
 
 
-def _known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
+def known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
     """Return the shapes of those parameters whose state has tensors of the parameter's own shape."""
     found: dict[Any, Shape] = {}
     for key, entries in state.items():

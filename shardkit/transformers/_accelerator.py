@@ -53,8 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model, optimizer = objects
         held = getattr(optimizer, "optimizer", optimizer)
         if self.session is None or not self._goes_on(model, held):
+            self.end()
             close(model)
-            self.session = None
             called = self._compiled(model)
             session = shardkit.prepare(called, None if isinstance(held, DummyOptim) else held, self.strategy)
             _open[model] = self.session = session
@@ -62,6 +62,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._models.append(self.session.model)
         self._optimizers.append(prepared)
         return self.session.model, prepared
+
+    def end(self) -> None:
+        """End the session, if one is open; the next one may be of another model. Collective."""
+        for model, session in list(_open.items()):
+            if session is self.session:
+                close(model)
+        self.session = None
 
     def _goes_on(self, model: nn.Module, optimizer: Any) -> bool:
         """Return whether the open session trains the model with this optimizer already: train was called again."""

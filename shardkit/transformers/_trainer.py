@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -10,25 +9,17 @@ from accelerate.utils import DummyOptim
 
 import shardkit
 from shardkit._prepare import understood
-from shardkit.errors import CheckpointError, StrategyError
+from shardkit.errors import StrategyError
 from shardkit.transformers._accelerator import Accelerator
 from shardkit.transformers._arguments import _Flags
+from shardkit.transformers._checkpoints import Checkpoints
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-CHECKPOINT = "shardkit"
-"""The folder of a Trainer's checkpoint that holds the session's."""
+    from torch import nn
 
 
-class _OverSession:
+class _OverSession(Checkpoints):
     """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
-
-    args: Any
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
 
     _strategy: shardkit.Strategy | None = None
     """What the flags mean; None without one, when all is the library's."""
@@ -47,6 +38,9 @@ class _OverSession:
                 understood(self._strategy, args.device)
             # One process drives one device.
             args._n_gpu = min(args._n_gpu, 1)
+        if self.session is not None:
+            # A search over hyperparameters makes an accelerator for each trial.
+            self.accelerator.end()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self._strategy is not None:
             self.accelerator = Accelerator.over(self.accelerator, self._strategy)
@@ -59,7 +53,7 @@ class _OverSession:
     @property
     def session(self) -> shardkit.Session | None:
         """The session in which the model trains; None before the training, and without a flag."""
-        return getattr(self.accelerator, "session", None)
+        return getattr(getattr(self, "accelerator", None), "session", None)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make the optimizer of the arguments, or leave it to the session where a DeepSpeed file describes it."""
@@ -87,34 +81,8 @@ class _OverSession:
         if self._strategy is not None:
             # Gradients are the session's: the library would look at them for meshes of several dimensions.
             self._mixed_mesh_grads = False
+            self._take_over(resume_from_checkpoint)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if state_dict is None and self.session is not None:
-            state_dict = self.session.full_weights()
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.session is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        else:
-            self.session.save(Path(output_dir, CHECKPOINT), objects={"lr_scheduler": self.lr_scheduler})
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint, CHECKPOINT)
-        if folder is None or (self.session is None and not folder.is_dir()):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        elif self.session is None:
-            raise CheckpointError(
-                f"{str(checkpoint)!r} was written under a strategy of shardkit, and no flag asks for one: go on with "
-                "the flag that it was written with, or with another one, such as --strategy ddp"
-            )
-        elif folder.is_dir():
-            self.session.load(folder, objects={"lr_scheduler": self.lr_scheduler})
-        else:
-            raise CheckpointError(
-                f"{str(checkpoint)!r} holds no optimizer state that strategy {str(self._strategy)!r} reads"
-            )
 
 
 class Trainer(_OverSession, transformers.Trainer):  # type: ignore[misc]
