@@ -146,7 +146,10 @@ class Checkpoints:
         """
         if self._strategy is not None and resume_from_checkpoint is True:
             output_dir = Path(self.args.output_dir)
-            resume_from_checkpoint = self._before_session(lambda: _last_whole(output_dir)) or True
+            found, broken = self._before_session(lambda: _last_whole(output_dir))
+            resume_from_checkpoint = found or True
+            for told in broken:
+                self._warn(f"{told}. Going on from {found!r}, which is whole")
         return super().train(resume_from_checkpoint, *others, **named)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -187,7 +190,7 @@ class Checkpoints:
             state = session.load(folder / CHECKPOINT, objects=schedule) or {}
             before = state.get("samples_per_step", self._samples_per_step)
             if before != self._samples_per_step:
-                logger.warning(
+                self._warn(
                     f"{checkpoint!r} was written with {before} samples a step, and here a step has "
                     f"{self._samples_per_step}: the run goes on after as many steps, at another sample. Keep the "
                     "number by trading processes for --per_device_train_batch_size or --gradient_accumulation_steps"
@@ -204,7 +207,7 @@ class Checkpoints:
                 group.update(taken)
             self._taken = None
         else:
-            logger.warning(
+            self._warn(
                 f"{checkpoint!r} holds weights and no optimizer's state, as --save_only_model leaves it: the optimizer "
                 "and the schedule start afresh"
             )
@@ -256,6 +259,10 @@ class Checkpoints:
         args: Any = self.args
         return int(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)  # type: ignore[attr-defined]
 
+    def _warn(self, told: str) -> None:
+        if self.args.process_index == 0:
+            logger.warning(told)
+
     def _together(self, action: Callable[[], T]) -> T:
         """Do something on every rank of the session; if it fails on one, raise on all."""
         assert self.session is not None
@@ -297,8 +304,8 @@ def _is_whole(session: shardkit.Session) -> bool:
     )
 
 
-def _last_whole(output_dir: Path) -> str | None:
-    """Return the last checkpoint whose save has ended; None if there is none of any kind.
+def _last_whole(output_dir: Path) -> tuple[str | None, list[str]]:
+    """Return the last checkpoint whose save has ended, and what is wrong with later ones; None if there is none at all.
 
     Raises:
         CheckpointError: there are some, and none is whole.
@@ -311,12 +318,10 @@ def _last_whole(output_dir: Path) -> str | None:
         except CheckpointError as error:
             broken.append(str(error))
             continue
-        for told in broken:
-            logger.warning(f"{told}. Going on from {str(folder)!r}, which is whole")
-        return str(folder)
+        return str(folder), broken
     if broken:
         raise CheckpointError(f"no checkpoint in {str(output_dir)!r} is whole: {broken[0]}")
-    return None
+    return None, []
 
 
 def _require_whole(folder: Path) -> None:
@@ -333,10 +338,7 @@ def _require_whole(folder: Path) -> None:
         told = f"has a damaged {TRAINER_STATE_NAME} ({error})"
     else:
         return
-    raise CheckpointError(
-        f"{str(folder)!r} {told}: its save was interrupted, or it is no checkpoint but a model; resume from another "
-        "checkpoint, or train the model that from_pretrained loads"
-    )
+    raise CheckpointError(f"{str(folder)!r} {told}: its save was interrupted, or it holds a model and no checkpoint")
 
 
 def _read(file: Path) -> Any:
