@@ -59,6 +59,7 @@ nitpick_ignore_regex = [
 REFERENCE = [
     *("shardkit", "shardkit.errors", "shardkit.testing", "shardkit.hookspecs"),
     *("shardkit.checkpoints", "shardkit.parity", "shardkit.bench", "shardkit.bench.outputs", "shardkit.workloads"),
+    "shardkit.transformers",
     *("shardkit.averaging", "shardkit.gradients", "shardkit.nested", "shardkit.optimizers", "shardkit.parameters"),
 ]
 """Modules whose public names each need a place in the reference."""

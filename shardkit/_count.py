@@ -60,6 +60,10 @@ class Count:
         if self.in_window and self.micro == 0:
             self.restart()
 
+    def is_full(self) -> bool:
+        """Return whether all micro-batches of the window are in, and it waits for its step."""
+        return 0 < self.micro == self.expected
+
     def is_between(self) -> bool:
         """Return whether no window is in progress."""
         return self.micro == 0 and not self.in_window

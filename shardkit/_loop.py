@@ -174,7 +174,8 @@ class Loop:
 
         ``loss`` is this micro-batch's part of the window's: divided by what the window is averaged over already.
         """
-        self._count.extend(last=last)
+        if not self._count.is_full():
+            self._count.extend(last=last)
         self.backward(loss)
 
     def step(self) -> bool:

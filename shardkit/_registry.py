@@ -156,24 +156,33 @@ def require_library(backend: Backend, *, any_version: bool = False) -> None:
     Raises:
         MissingLibraryError: it isn't there, or is older than the plugin was written for.
     """
-    if backend.library is None:
-        return
-    install = f"; install it with: {backend.install}" if backend.install else ""
-    if importlib.util.find_spec(backend.library) is None:
-        raise MissingLibraryError(f"backend {backend.name!r} needs {backend.library}, which is not installed{install}")
-    if backend.requires is None or any_version:
+    if backend.library is not None:
+        requires = None if any_version else backend.requires
+        require_installed(f"backend {backend.name!r}", backend.library, requires, backend.install)
+
+
+def require_installed(who: str, library: str, requires: str | None, install: str | None) -> None:
+    """Raise unless the module ``library`` can be imported, and its distribution is as ``requires`` says.
+
+    Raises:
+        MissingLibraryError: it isn't there, or is older; says who needs it, and how to install it.
+    """
+    install = f"; install it with: {install}" if install else ""
+    if importlib.util.find_spec(library) is None:
+        raise MissingLibraryError(f"{who} needs {library}, which is not installed{install}")
+    if requires is None:
         return
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    wanted = Requirement(backend.requires)
+    wanted = Requirement(requires)
     try:
         version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
         return  # importable without being installed, such as a source tree on the path
     # A release candidate and a build of one's own have what the release has.
     if not wanted.specifier.contains(Version(version).base_version, prereleases=True):
-        raise MissingLibraryError(f"backend {backend.name!r} needs {backend.requires}, not {version}{install}")
+        raise MissingLibraryError(f"{who} needs {requires}, not {version}{install}")
 
 
 def build(name: str, model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, options: Any) -> Engine | None:

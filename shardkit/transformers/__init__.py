@@ -4,6 +4,7 @@ Drop-in replacements: without one of the three flags they are the library's own 
 :class:`shardkit.Session`, which stands where the Trainer's accelerator was. ``pip install "shardkit[transformers]"``.
 """
 
+from shardkit.transformers import _library as _library  # first: it says what is missing
 from shardkit.transformers._arguments import Seq2SeqTrainingArguments, TrainingArguments
 from shardkit.transformers._sharded_ddp import ShardedDDPOption
 from shardkit.transformers._trainer import Seq2SeqTrainer, Trainer

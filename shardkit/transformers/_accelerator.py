@@ -128,6 +128,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
         raise UnsupportedError("gradients aren't whole on each rank under every strategy: clip with --max_grad_norm")
 
+    def save_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError("the accelerator doesn't hold the state: trainer.session.save writes a checkpoint")
+
+    def load_state(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError("the accelerator doesn't hold the state: trainer.session.load reads a checkpoint")
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole weights in full precision, on every rank."""
         return self._trained.full_weights()
@@ -153,9 +159,15 @@ class SessionOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
         Raises:
             InputError: a closure is given.
+            StateError: the window's last micro-batch wasn't given to the accelerator's ``backward``.
         """
         if closure is not None:
             raise InputError("an optimizer's closure would run the model again within its step: it isn't supported")
+        if not self.session._count.is_full():
+            raise StateError(
+                "the window's last micro-batch didn't come to accelerator.backward, and other ranks wait for it: hand "
+                "over 0.0 * loss for one that is to count nothing"
+            )
         self.session.step()
         if self.norm is not None:
             self.norm.fill_(self.session.grad_norm)

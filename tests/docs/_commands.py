@@ -4,7 +4,7 @@
   its workloads found with their settings, its versions, precisions and sizes read.
 - ``pip install``: constraint files exist, and extras of shardkit are those of pyproject.toml.
 - ``pytest``: the paths exist, and so do the markers of ``-m``.
-- ``torchrun``: parsed by torch's parser; the script is a file of the page.
+- ``torchrun``: parsed by torch's parser; the script is a file of the page or of the repository.
 - ``python -m``: there is such a module.
 """
 
@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -102,7 +103,8 @@ def check_inline(text: str) -> None:
     else:
         known = _options(main) | OTHER_OPTIONS
     for word in words:
-        assert not word.startswith("--") or word in known, f"there is no option {word}"
+        if word.startswith("--") and word not in known:
+            assert word in _options_of_trainer(), f"there is no option {word}"
     if strategy is not None and strategy[2] in shardkit.backends():
         check_strategy(strategy[1])
 
@@ -118,6 +120,16 @@ def commands(command: click.Command = main, path: str = "shardkit") -> Iterator[
 def _options(command: click.Command) -> set[str]:
     params = [param for _, each in commands(command) for param in each.params]
     return {"--help", *(name for each in params for name in (*each.opts, *each.secondary_opts))}
+
+
+@cache
+def _options_of_trainer() -> set[str]:
+    from transformers import HfArgumentParser
+
+    from shardkit.transformers import Seq2SeqTrainingArguments
+
+    parser = HfArgumentParser(Seq2SeqTrainingArguments)
+    return {name for action in parser._actions for name in action.option_strings}
 
 
 def check_strategy(text: str) -> None:
@@ -180,7 +192,8 @@ def _check_python(words: list[str]) -> None:
 def _check_torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
-    assert Path(get_args_parser().parse_args(words).training_script).is_file()
+    script = get_args_parser().parse_args(words).training_script
+    assert Path(script).is_file() or (ROOT / script).is_file(), script
 
 
 def _check_compare(words: list[str]) -> None:

@@ -108,6 +108,17 @@ def whole_batch() -> Iterator[Names]:
     assert shardkit.checkpoints.inspect(shardkit.checkpoints.latest("checkpoints")).step == 2
 
 
+def trainer() -> Iterator[Names]:
+    """A tiny model and samples for a Trainer, which trains it."""
+    from tests.transformers import tiny
+
+    names = {"shardkit": shardkit, "torch": torch, "model": tiny.t5(), "samples": tiny.samples(8)}
+    yield names
+    if "trainer" in names:
+        assert names["trainer"].state.global_step > 0
+        names["trainer"].session.close()
+
+
 def session() -> Iterator[Names]:
     """A session within training, its parameters sharded."""
     names = made()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +218,22 @@ def test_an_optimizer_that_the_backend_cannot_split_is_refused_alike(tmp_path: P
     assert told[0] == told[1]
     assert "Adafactor" in told[0]
     assert "use deepspeed:stage=0 or ddp" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("importlib.util.find_spec = lambda name: None", "transformers, which is not installed"),
+        ("importlib.metadata.version = lambda name: '5.9.0'", "needs transformers>=5.10.4, not 5.9.0"),
+    ],
+)
+def test_a_library_that_is_missing_or_too_old_is_told_with_what_to_install(missing: str, told: str) -> None:
+    script = (
+        "import importlib.util, importlib.metadata, shardkit\n"
+        f"{missing}\n"
+        "try:\n    import shardkit.transformers\n"
+        "except shardkit.errors.MissingLibraryError as error:\n    print(error)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert told in said
+    assert 'pip install "shardkit[transformers]"' in said
