@@ -153,30 +153,38 @@ class Checkpoints:
         return super().train(resume_from_checkpoint, *others, **named)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        kind = _Kind.of(resume_from_checkpoint)
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)  # type: ignore[misc]
+        folder, kind = Path(resume_from_checkpoint), _Kind.of(resume_from_checkpoint)
+        self._taken = None
         if self._strategy is None:
             if kind is _Kind.SESSION:
                 raise CheckpointError(
                     f"{resume_from_checkpoint!r} was written under a strategy of shardkit, and no flag asks for one: "
                     "go on with the flag that it was written with, or with another one, such as --strategy ddp"
                 )
-        elif kind in (_Kind.SESSION, _Kind.ENGINE):
-            # The weights come with the optimizer's state.
-            _require_whole(Path(resume_from_checkpoint))
+            load()
             return
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        if self._strategy is not None:
-            _require_whole(Path(resume_from_checkpoint))
+        if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or kind is not _Kind.NOBODY:
+            _require_whole(folder)
+        if kind in (_Kind.NOBODY, _Kind.OPTIMIZER):
+            self._take_over(folder, kind, load)
+        # In other folders the weights come with the optimizer's state.
 
-    def _take_over(self, checkpoint: str | None) -> None:
-        """Give the optimizer the state that the library's own Trainer saved, before a session is opened over it."""
-        self._taken = None
-        if checkpoint is None or _Kind.of(checkpoint) is not _Kind.OPTIMIZER:
+    def _take_over(self, folder: Path, kind: _Kind, load: Callable[[], None]) -> None:
+        """Load the weights that the library's own Trainer saved, and its optimizer's state, before there is a session.
+
+        A session that is opened over the optimizer goes on with the state.
+        """
+        if kind is _Kind.NOBODY:
+            load()
             return
         close(self.model)
         self.create_optimizer()  # type: ignore[attr-defined]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self._taken = self._before_session(lambda: _load_optimizer(Path(checkpoint), self.model, optimizer))
+        state = self._before_session(lambda: _checked_state(folder, self.model, optimizer))
+        load()
+        optimizer.load_state_dict(state)
+        self._taken = [settings(group) for group in optimizer.param_groups]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         session = self.session
@@ -218,7 +226,7 @@ class Checkpoints:
 
         def load() -> None:
             if not isinstance(state, Mapping):
-                raise CheckpointError(f"{str(folder)!r} holds an optimizer's state, but none of its schedule")
+                raise CheckpointError(f"{str(folder)!r} holds an optimizer's state, but none of a schedule")
             _Schedule(self.lr_scheduler).load_state_dict(dict(state))
 
         self._together(load)
@@ -269,12 +277,13 @@ class Checkpoints:
         return together(self.session._processes, action)[self.session.rank]
 
     def _before_session(self, action: Callable[[], T]) -> T:
-        """Do something on every rank before there is a session; return what rank 0 got; raise as it does."""
-        processes = Processes(self.args.device)
+        """Do something on every rank before there is a session; return what it gave here; if it fails on one, raise."""
+        processes, found = Processes(self.args.device), []
         try:
-            return together(processes, action, "read")[0]
+            together(processes, lambda: found.append(action()), "read")
         finally:
             processes.close()
+        return found[0]
 
 
 class _Schedule:
@@ -346,11 +355,11 @@ def _read(file: Path) -> Any:
     return Source(file).load(file) if file.is_file() else None
 
 
-def _load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """Give an optimizer the state that the library's own Trainer saved; return the settings of its groups.
+def _checked_state(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return the optimizer's state that the library's own Trainer saved, once it is known to fit.
 
     Raises:
-        CheckpointError: it is damaged or of another optimizer or model; the optimizer is as it was.
+        CheckpointError: it is damaged, or of another optimizer or model, or without its schedule.
     """
     file = folder / OPTIMIZER_NAME
     if isinstance(optimizer, DummyOptim):
@@ -383,8 +392,9 @@ def _load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> list[dict
                 f"{str(file)!r} has a state of shape {shapes[key]} where this model has {names[id(value)]!r} "
                 f"{tuple(value.shape)}: it is of another model, or of other groups"
             )
-    optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
-    return [settings(group) for group in optimizer.param_groups]
+    if not isinstance(_read(folder / SCHEDULER_NAME), Mapping):
+        raise CheckpointError(f"{str(folder)!r} has {OPTIMIZER_NAME}, but no schedule's state in {SCHEDULER_NAME}")
+    return {"state": state["state"], "param_groups": groups}
 
 
 def _listed(sizes: list[int]) -> str:

@@ -81,7 +81,6 @@ class _OverSession(Checkpoints):
         if self._strategy is not None:
             # Gradients are the session's: the library would look at them for meshes of several dimensions.
             self._mixed_mesh_grads = False
-            self._take_over(resume_from_checkpoint)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer: to the same bits, under another flag, with other numbers of ranks, from other libraries."""
+"""Checkpoints of the Trainer: to the same bits, under another flag, with other numbers of ranks, of other libraries."""
 
 from __future__ import annotations
 
@@ -393,28 +393,16 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_moves(
         "interrupted": (DDP, interrupted, False, "has no trainer_state.json, which is written last"),
         "empty": (DDP, tmp_path / "empty", False, "Can't find a valid checkpoint at"),
         "their optimizer": ({**STAGE2, "optim": "sgd"}, theirs, False, "which this session's SGD doesn't have"),
+        "their model": ({**DDP, "model": "t5"}, theirs, False, "it is of another model, or of other groups"),
+        "torn": (FSDP, torn, False, "is damaged, or no file of torch.save"),
+        "without a schedule": (FSDP, unscheduled, False, "but no schedule's state in scheduler.pt"),
+        "state of other shapes": (FSDP, foreign, False, "has a state of shape (3, 3) where this model has"),
     }
     found = testing.run(_refused, str(tmp_path), [(one[0], str(one[1]), one[2]) for one in cases.values()])
     for rank in found:
         for (name, (*_, words)), told in zip(cases.items(), rank, strict=True):
             assert words in told, f"{name}: {told}"
             assert told == found[0][list(cases).index(name)]
-    # Here the library loads the weights first, by rules of its own.
-    others = {
-        "torn": (torn, "is damaged, or no file of torch.save"),
-        "without a schedule": (unscheduled, "none of its schedule"),
-        "state of other shapes": (foreign, "has a state of shape (3, 3) where this model has"),
-    }
-    for (name, (_, words)), told in zip(
-        others.items(), testing.run(_told, str(tmp_path), [str(one[0]) for one in others.values()])[1], strict=True
-    ):
-        assert words in told, f"{name}: {told}"
-
-
-def _told(folder: str, checkpoints: list[str]) -> list[str]:
-    return [
-        refusal(partial(trainer(folder, FSDP).train, resume_from_checkpoint=checkpoint)) for checkpoint in checkpoints
-    ]
 
 
 def _fails_to_save(folder: str) -> tuple[str, list[str], int, str]:
@@ -449,23 +437,23 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_last_whole_checkpoin
     assert "Going on from" in first[1][0]
     assert first[2] == other[2] == 6
     assert "no checkpoint in" in first[3]
-    assert "damaged trainer_state.json" in first[3]
+    assert "checkpoint-2' has no trainer_state.json" in first[3]
     assert first[3] == other[3]
 
 
 def _saved_again(folder: str) -> list[bool]:
     """Go on from an early checkpoint over the later ones of another run, and be stopped while one is written."""
 
-    class Stop(Exception):
+    class StoppedError(Exception):
         pass
 
     made = trainer(folder, {**DDP, **EACH})
 
     def stop(*_: Any) -> None:
-        raise Stop
+        raise StoppedError
 
     made._save_optimizer_and_scheduler = stop
-    with contextlib.suppress(Stop):
+    with contextlib.suppress(StoppedError):
         made.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return [Path(folder, f"checkpoint-{step}", "trainer_state.json").exists() for step in (2, 3)]
 
@@ -479,22 +467,23 @@ def test_a_checkpoint_that_is_written_over_one_of_an_earlier_run_is_not_whole_un
 
 
 def _again(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    found = {"own": [trainer(folder, {}, own=True).evaluate()["eval_loss"]], "here": []}
     for name, own in (("own", True), ("here", False)):
         made = trainer(folder, {} if own else arguments, own=own)
-        before = made.evaluate()["eval_loss"]
+        if not own:
+            # Under plain DDP the library's own then averages no gradients.
+            found[name].append(made.evaluate()["eval_loss"])
         made.train()
         made.train()
-        twice = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
         # Another Trainer over the same model, with an optimizer of its own.
         settings = replace(made.args, learning_rate=5e-3)
-        other = type(made)(
-            model=made.model, args=settings, train_dataset=tiny.samples(24), eval_dataset=made.eval_dataset
-        )
+        data = {"train_dataset": tiny.samples(24), "eval_dataset": made.eval_dataset}
+        other = type(made)(model=made.model, args=settings, **data)
         other.remove_callback(transformers.PrinterCallback)
         other.train()
-        third = [entry["loss"] for entry in other.state.log_history if "loss" in entry]
-        found[name] = [before, *twice, *third, other.evaluate()["eval_loss"]]
+        for one in (made, other):
+            found[name] += [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+        found[name].append(other.evaluate()["eval_loss"])
     return found
 
 
@@ -514,7 +503,10 @@ def _trials(folder: str) -> tuple[list[list[float]], int]:
 
     template = trainer(folder, STAGE3)
     made = type(template)(
-        model_init=tiny.gpt2, args=template.args, train_dataset=tiny.samples(24), eval_dataset=template.eval_dataset
+        model_init=lambda: tiny.gpt2(),
+        args=template.args,
+        train_dataset=tiny.samples(24),
+        eval_dataset=template.eval_dataset,
     )
     made.remove_callback(transformers.PrinterCallback)
     losses = []
