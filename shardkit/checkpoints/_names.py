@@ -23,7 +23,7 @@ HELP = (
 )
 Shape = tuple[int, ...]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum", "prev"}
 )
 """State of torch's optimizers that has a number for each of the parameter's."""
@@ -54,7 +54,7 @@ def name_parameters(
     groups: list[Mapping[str, Any]] = list(found.optimizer["param_groups"])
     keys = [list(group["params"]) for group in groups]
     named, origin = _said(found, groups, keys, model, optimizer, names)
-    known = known_shapes(found.optimizer["state"], found.masters)
+    known = _known_shapes(found.optimizer["state"], found.masters)
     if named is None:
         candidates = _candidates(found, shapes, model)
         if names == "order":
@@ -136,14 +136,14 @@ def _said(
     }, origin
 
 
-def known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
+def _known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[Any, Shape]:
     """Return the shapes of those parameters whose state has tensors of the parameter's own shape."""
     found: dict[Any, Shape] = {}
     for key, entries in state.items():
         if not isinstance(entries, Mapping):
             continue
         shapes = {
-            tuple(entries[name].shape) for name in _ELEMENTWISE & entries.keys() if hasattr(entries[name], "shape")
+            tuple(entries[name].shape) for name in ELEMENTWISE & entries.keys() if hasattr(entries[name], "shape")
         }
         if len(shapes) == 1:
             found[key] = shapes.pop()

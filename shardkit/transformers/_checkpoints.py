@@ -22,7 +22,7 @@ from shardkit._imported import Source
 from shardkit._processes import Processes
 from shardkit.checkpoints import import_checkpoint
 from shardkit.checkpoints._fit import check_settings
-from shardkit.checkpoints._names import known_shapes
+from shardkit.checkpoints._names import ELEMENTWISE
 from shardkit.checkpoints._training import names_of, settings
 from shardkit.checkpoints._write import together
 from shardkit.errors import CheckpointError
@@ -385,13 +385,15 @@ def _checked_state(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, 
     names = names_of(model)
     keys = [key for group in groups for key in group["params"]]
     values = [value for group in optimizer.param_groups for value in group["params"]]
-    shapes = known_shapes(state["state"], {})
     for key, value in zip(keys, values, strict=True):
-        if shapes.get(key, value.shape) != value.shape:
-            raise CheckpointError(
-                f"{str(file)!r} has a state of shape {shapes[key]} where this model has {names[id(value)]!r} "
-                f"{tuple(value.shape)}: it is of another model, or of other groups"
-            )
+        entries = state["state"].get(key, {})
+        # Other libraries' may keep less than a number for each of the parameter's. Torch itself doesn't look.
+        for entry in ELEMENTWISE & entries.keys() if type(optimizer).__module__.startswith("torch.optim") else ():
+            if entries[entry].shape != value.shape:
+                raise CheckpointError(
+                    f"{str(file)!r} has {entry!r} of shape {tuple(entries[entry].shape)} where this model has "
+                    f"{names[id(value)]!r} {tuple(value.shape)}: it is of another model, or of other groups"
+                )
     if not isinstance(_read(folder / SCHEDULER_NAME), Mapping):
         raise CheckpointError(f"{str(folder)!r} has {OPTIMIZER_NAME}, but no schedule's state in {SCHEDULER_NAME}")
     return {"state": state["state"], "param_groups": groups}

@@ -56,8 +56,11 @@ def train(folder: str, arguments: dict[str, Any], resume: Any = None, *, own: bo
 
 def trainer(folder: str, arguments: dict[str, Any], *, own: bool = False) -> Any:
     settings = {"model": "gpt2", **arguments}
+    words = settings.pop("words", None)
     made = tiny.trainer(transformers if own else shardkit.transformers, folder, **settings)
     made.train_dataset = tiny.samples(24)
+    if words is not None:
+        made.model.resize_token_embeddings(words)
     return made
 
 
@@ -376,7 +379,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_moves(
     cases = {
         "without a flag": ({}, written, False, "under a strategy of shardkit, and no flag asks for one"),
         "the library's own": ({}, written, True, "different number of parameter groups"),
-        "another model": ({**STAGE3, "model": "t5"}, written, False, "the checkpoint doesn't fit the model"),
+        "another model": ({**STAGE3, "model": "t5"}, written, False, "are one tensor here, and in the checkpoint"),
+        "other sizes": ({**STAGE3, "words": 50}, written, False, "'transformer.wte.weight' (40, 16) in the checkpoint"),
         "another optimizer": (
             {**DDP, "optim": "sgd"},
             written,
@@ -396,7 +400,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_moves(
         "their model": ({**DDP, "model": "t5"}, theirs, False, "it is of another model, or of other groups"),
         "torn": (FSDP, torn, False, "is damaged, or no file of torch.save"),
         "without a schedule": (FSDP, unscheduled, False, "but no schedule's state in scheduler.pt"),
-        "state of other shapes": (FSDP, foreign, False, "has a state of shape (3, 3) where this model has"),
+        "state of other shapes": (FSDP, foreign, False, "has 'exp_avg' of shape (3, 3) where this model has"),
     }
     found = testing.run(_refused, str(tmp_path), [(one[0], str(one[1]), one[2]) for one in cases.values()])
     for rank in found:
