@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import DummyOptim
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import CONFIG_NAME, OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 import shardkit
 from shardkit._engine import Engine
@@ -101,7 +101,24 @@ class Checkpoints:
             if not self.args.should_save:
                 # One rank writes, and needs them.
                 state_dict = {}
+        named = self.model.named_parameters() if state_dict else ()
+        kinds = [(state_dict[name].dtype, value.dtype) for name, value in named if value.is_floating_point()]  # type: ignore[index]
+        # It empties the dictionary.
         super()._save(output_dir, state_dict)  # type: ignore[misc]
+        if kinds and kinds[0][0] != kinds[0][1]:
+            self._say_precision(Path(output_dir or self.args.output_dir, CONFIG_NAME), kinds[0][0])
+
+    def _say_precision(self, file: Path, kind: torch.dtype) -> None:
+        """Have the configuration say in which precision the weights are written.
+
+        The library says in which the model computes, and ``from_pretrained`` would round them to that.
+        """
+        if not file.is_file():
+            return
+        told = str(kind).removeprefix("torch.")
+        self.model.config.dtype = told
+        config = {**json.loads(file.read_text(encoding="utf-8")), "dtype": told}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._strategy is not None and self.args.should_save:

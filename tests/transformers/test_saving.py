@@ -18,8 +18,6 @@ from tests.transformers.test_resume import DDP, EACH, FSDP, HALF, SHARDED, STAGE
 with contextlib.suppress(ImportError):
     import transformers
 
-    import shardkit.transformers
-
 STRATEGIES = [
     flag(DDP),
     flag(SHARDED),
