@@ -80,6 +80,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             and session.optimizer is optimizer
             and session._count.is_between()
             and not session._failed
+            and not session._closed
         )
 
     def _compiled(self, model: nn.Module) -> nn.Module:

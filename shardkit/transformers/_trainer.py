@@ -52,8 +52,9 @@ class _OverSession(Checkpoints):
 
     @property
     def session(self) -> shardkit.Session | None:
-        """The session in which the model trains; None before the training, and without a flag."""
-        return getattr(getattr(self, "accelerator", None), "session", None)
+        """The session in which the model trains; None before the training, once it is closed, and without a flag."""
+        session: shardkit.Session | None = getattr(getattr(self, "accelerator", None), "session", None)
+        return None if session is None or session._closed else session
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make the optimizer of the arguments, or leave it to the session where a DeepSpeed file describes it."""
