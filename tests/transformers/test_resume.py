@@ -126,7 +126,7 @@ def _interrupted(folder: str, arguments: dict[str, Any]) -> tuple[End, dict[str,
 @pytest.mark.parametrize(
     "arguments",
     [
-        flag({**DDP, "model": "gpt2"}),
+        flag({**DDP, "model": "gpt2"}, slow=True),
         flag({**SHARDED, "model": "t5"}),
         flag({**FSDP, "model": "gpt2", "fp16": True}),
         flag({**STAGE3, "model": "t5"}),

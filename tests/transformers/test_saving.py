@@ -18,15 +18,13 @@ from tests.transformers.test_resume import DDP, EACH, FSDP, HALF, SHARDED, STAGE
 with contextlib.suppress(ImportError):
     import transformers
 
-STRATEGIES = [
-    flag(DDP),
-    flag(SHARDED),
-    flag(STAGE3),
-    flag(FSDP),
-    flag(HALF),
-    flag(STAGE2, slow=True),
-    flag({"strategy": "deepspeed:stage=3,half_weights=true", "bf16": True}, slow=True),
-]
+STAGE3_HALF: dict[str, Any] = {"strategy": "deepspeed:stage=3,half_weights=true", "bf16": True}
+ALL = [DDP, SHARDED, STAGE3, FSDP, HALF, STAGE2, STAGE3_HALF]
+
+
+def strategies(*default: dict[str, Any]) -> list[Any]:
+    """Return all as parameters of tests, those that aren't among the default ones marked as slow."""
+    return [flag(one, slow=one not in default) for one in ALL]
 
 
 # The best model.
@@ -61,12 +59,18 @@ def _best(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("arguments", STRATEGIES)
 @pytest.mark.parametrize(
-    "saved", [{"save_strategy": "steps"}, {"save_strategy": "best", "save_only_model": True}], ids=["each", "best"]
+    ("arguments", "saved"),
+    [
+        *(pytest.param(*one.values, {}, id=f"{one.id} each", marks=one.marks) for one in strategies(SHARDED, STAGE3)),
+        *(
+            pytest.param(*one.values, {"save_strategy": "best", "save_only_model": True}, id=one.id, marks=one.marks)
+            for one in strategies(FSDP, HALF)
+        ),
+    ],
 )
 def test_the_best_model_is_in_every_rank_at_the_end(
-    saved: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
+    arguments: dict[str, Any], saved: dict[str, Any], tmp_path: Path
 ) -> None:
     first, other = testing.run(_best, str(tmp_path), {**arguments, **saved})
     log = first["log"]
@@ -126,7 +130,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arguments", [*STRATEGIES])
+@pytest.mark.parametrize("arguments", strategies(STAGE3, FSDP, HALF))
 def test_from_pretrained_loads_what_save_model_wrote(arguments: dict[str, Any], model: str, tmp_path: Path) -> None:
     first, other = testing.run(_save_model, str(tmp_path), {**arguments, "model": model})
     assert first == other
