@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,7 +162,8 @@ def understood(strategy: Strategy, device: torch.device, *, any_version: bool = 
 
 def _content(value: Any) -> Any:
     """Return an option's value; of a file what is in it, since nodes may keep it in other places."""
-    if isinstance(value, str) and Path(value).is_file():
+    # Path.is_file() raises of a text that is longer than any path.
+    if isinstance(value, str) and os.path.isfile(value):
         return f"a file with digest {hashlib.sha256(Path(value).read_bytes()).hexdigest()[:12]}"
     return value
 

@@ -33,22 +33,34 @@ _HALF = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Return what a DeepSpeed JSON file says.
+def is_text(given: str) -> bool:
+    """Return whether the option ``config`` is JSON itself, and not the path of a file."""
+    return given.lstrip().startswith("{")
+
+
+def name_of(given: str) -> str:
+    """Return how errors name a configuration: by its path, since a text may be long."""
+    return "given as text" if is_text(given) else repr(given)
+
+
+def read_config(given: str) -> dict[str, Any]:
+    """Return what a DeepSpeed JSON file says, of which the path is given, or the text.
 
     Raises:
         StrategyError: it is missing, isn't JSON, names a key twice, or holds something else than an object.
     """
+    name = name_of(given)
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_doubles)
+        text = given if is_text(given) else Path(given).read_text(encoding="utf-8-sig")
+        config = json.loads(text, object_pairs_hook=_without_doubles)
     except FileNotFoundError:
-        raise StrategyError(f"there is no DeepSpeed configuration {path!r}") from None
+        raise StrategyError(f"there is no DeepSpeed configuration {name}") from None
     except OSError as error:
-        raise StrategyError(f"can't read DeepSpeed configuration {path!r}: {error.strerror}") from None
+        raise StrategyError(f"can't read DeepSpeed configuration {name}: {error.strerror}") from None
     except ValueError as error:
-        raise StrategyError(f"DeepSpeed configuration {path!r} is not JSON: {error}") from None
+        raise StrategyError(f"DeepSpeed configuration {name} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise StrategyError(f"DeepSpeed configuration {path!r} holds a {type(config).__name__}, not an object")
+        raise StrategyError(f"DeepSpeed configuration {name} holds a {type(config).__name__}, not an object")
     return config
 
 
@@ -62,7 +74,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_config(
-    path: str, config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, world_size: int
+    given: str, config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, world_size: int
 ) -> None:
     """Raise unless the file can be followed, and agrees with the strategy.
 
@@ -70,11 +82,11 @@ def check_config(
         StrategyError: lists, key by key, all that is unknown, not driven, or contradictory.
     """
     found = [*_unknown(config), *_features(config), *_zero(config), *_numerics(config, strategy, options)]
-    found += [*_precision(path, config, strategy, options), *_scale(config, strategy)]
+    found += [*_precision(given, config, strategy, options), *_scale(config, strategy)]
     found += _contradictions(config, strategy, options, world_size)
     if found:
         lines = "".join(f"\n  {line}" for line in found)
-        raise StrategyError(f"DeepSpeed configuration {path!r} can't be followed:{lines}")
+        raise StrategyError(f"DeepSpeed configuration {name_of(given)} can't be followed:{lines}")
 
 
 def said(value: Any) -> Any:
@@ -214,15 +226,16 @@ def _numerics(config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedO
             yield f"data_types.{name}: {value!r}, but under this strategy {what} are {right}: write {right!r}"
 
 
-def _precision(path: str, config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions) -> Iterable[str]:
+def _precision(given: str, config: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions) -> Iterable[str]:
     precision, half = strategy.precision, options.half_weights
+    source = "{...}" if is_text(given) else given
     ask = 'Strategy("deepspeed", precision={!r}, options={{"config": {!r}}})'
     for key, meant in _HALF.items():
         on = _switch(config, key)
         if on and meant != precision:
             yield (
                 f"{key}.enabled: on, but the strategy says precision={precision!r}: write "
-                f"{ask.format(meant, path)}, or take the section out"
+                f"{ask.format(meant, source)}, or take the section out"
             )
         elif on and half is False:
             yield f"{key}.enabled: on, which means half_weights, but the strategy says half_weights=False"
@@ -240,7 +253,7 @@ def _precision(path: str, config: Mapping[str, Any], strategy: Strategy, options
         elif meant != precision:
             yield (
                 f"torch_autocast.enabled: on in {name}, but the strategy says precision={precision!r}: write "
-                f"{ask.format(meant, path)}, or take the section out"
+                f"{ask.format(meant, source)}, or take the section out"
             )
         if half or (half is None and half_section(config)):
             yield "torch_autocast.enabled: on, which keeps float32 weights, but half_weights is asked for"

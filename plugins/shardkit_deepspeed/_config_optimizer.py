@@ -30,11 +30,11 @@ def from_section(section: Mapping[str, Any], source: str, params: list[torch.nn.
     Raises:
         StrategyError: it means one that torch doesn't have, or has unknown settings.
     """
-    kind, values = _meaning(section, source)
+    kind, values = meaning(section, source)
     try:
         return kind(params, **values)
     except (TypeError, ValueError) as error:
-        raise StrategyError(f"DeepSpeed configuration {source!r}: optimizer.params: {error}") from None
+        raise StrategyError(f"DeepSpeed configuration {source}: optimizer.params: {error}") from None
 
 
 def check_section(section: Mapping[str, Any], source: str, optimizer: Optimizer) -> None:
@@ -43,7 +43,7 @@ def check_section(section: Mapping[str, Any], source: str, optimizer: Optimizer)
     Raises:
         StrategyError: lists, key by key, where they differ.
     """
-    kind, values = _meaning(section, source)
+    kind, values = meaning(section, source)
     found = []
     if type(optimizer) is not kind:
         found.append(f"optimizer.type: {section.get('type')!r} means {kind.__name__}, not {type(optimizer).__name__}")
@@ -52,19 +52,26 @@ def check_section(section: Mapping[str, Any], source: str, optimizer: Optimizer)
         for name, value in values.items():
             if name not in written or written[name] == AUTO:
                 continue
-            held = [group.get(name) for group in optimizer.param_groups]
+            # A schedule of torch's has changed the rate, and kept the optimizer's.
+            kept = "initial_lr" if name == "lr" else name
+            held = [group.get(kept, group.get(name)) for group in optimizer.param_groups]
             if any(_plain(other) != _plain(value) for other in held):
                 found.append(f"optimizer.params.{name}: {value!r}, but the optimizer has {held[0]!r}")
     if found:
         lines = "".join(f"\n  {line}" for line in found)
         raise StrategyError(
-            f"DeepSpeed configuration {source!r} contradicts the optimizer that was handed to prepare:{lines}\n"
+            f"DeepSpeed configuration {source} contradicts the optimizer that was handed to prepare:{lines}\n"
             "  take the section out, or hand over None to have the optimizer built from it"
         )
 
 
-def _meaning(section: Mapping[str, Any], source: str) -> tuple[type[Optimizer], dict[str, Any]]:
-    where = f"DeepSpeed configuration {source!r}"
+def meaning(section: Mapping[str, Any], source: str) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the torch class that the section means, and its settings.
+
+    Raises:
+        StrategyError: it means one that torch doesn't have, or has unknown settings.
+    """
+    where = f"DeepSpeed configuration {source}"
     unknown = [key for key in section if key not in ("type", "params", "legacy_fusion")]
     if unknown:
         raise StrategyError(f"{where}: optimizer.{unknown[0]}: no such key; it has 'type' and 'params'")

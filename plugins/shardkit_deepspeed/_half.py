@@ -35,7 +35,7 @@ def check_half(precision: str, stage: int) -> None:
         raise UnsupportedError(
             f"backend 'deepspeed' can't keep weights in {precision} on {accelerator.device_name()}, which DeepSpeed "
             f"says doesn't support it: use precision={precision} without half_weights (deepspeed:stage={stage},"
-            f"precision={precision}), or {other}"
+            f'precision={precision}; in a file "torch_autocast": {{"enabled": true}}), or {other}'
         )
 
 

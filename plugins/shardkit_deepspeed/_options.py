@@ -26,7 +26,9 @@ class DeepSpeedOptions:
         "whether each rank's weights are bf16 or fp16 themselves, as the precision says, beside sharded float32 ones "
         "that the optimizer steps; from stage 1 on; None means false",
     )
-    config: str | None = option(None, "path of a DeepSpeed JSON configuration; 'auto' values in it are filled in")
+    config: str | None = option(
+        None, "path of a DeepSpeed JSON configuration, or the JSON itself; 'auto' values in it are filled in"
+    )
     reduce_bucket_size: int | None = option(
         None, "how much gradient is averaged at a time; None means a size fit for the model", unit="elements"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit.errors import StrategyError
-from shardkit_deepspeed._config import check_config, half_section, merged, read_config, said, zero_section
+from shardkit_deepspeed._config import check_config, half_section, merged, name_of, read_config, said, zero_section
 from shardkit_deepspeed._keys import OFFLOAD_PASSED, OFFLOADS, PASSED, ZERO_PASSED
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class Plan:
     """What a strategy and a file come to.
 
     ``config`` is what DeepSpeed gets. ``half`` is the precision of the weights, None where they stay float32.
-    ``optimizer`` is the file's section of that name, None without one.
+    ``optimizer`` is the file's section of that name, None without one; ``source`` is how errors name the file.
     """
 
     stage: int
@@ -40,12 +40,13 @@ def make_plan(strategy: Strategy, options: DeepSpeedOptions, *, elements: int, w
         StrategyError: an option or the file is wrong, or they contradict each other.
     """
     file: dict[str, Any] = {}
+    source = "" if options.config is None else name_of(options.config)
     if options.config is not None:
         file = read_config(options.config)
         check_config(options.config, file, strategy, options, world_size)
     # A file that is silent means stage 0, to DeepSpeed and so to us.
     stage = merged(file, options, "stage", _DEFAULT_STAGE if options.config is None else 0)
-    half = _half(file, strategy, options, stage)
+    half = _half(file, strategy, options, stage, source)
     zero = _zero(file, options, stage, elements, world_size, device)
     micro = said(file.get("train_micro_batch_size_per_gpu"))
     if micro is None:
@@ -76,8 +77,12 @@ def make_plan(strategy: Strategy, options: DeepSpeedOptions, *, elements: int, w
     }
     section = file.get("optimizer")
     if section is not None and not isinstance(section, dict):
-        raise StrategyError(f"DeepSpeed configuration {options.config!r}: 'optimizer' is a table, not {section!r}")
-    return Plan(stage, zero["reduce_bucket_size"], half, config, section, options.config or "")
+        raise StrategyError(f"DeepSpeed configuration {source}: 'optimizer' is a table, not {section!r}")
+    if section is not None:
+        from shardkit_deepspeed._config_optimizer import meaning
+
+        meaning(section, source)
+    return Plan(stage, zero["reduce_bucket_size"], half, config, section, source)
 
 
 _FP16 = {"loss_scale": 1.0, "auto_cast": False, "fp16_master_weights_and_grads": False}
@@ -89,11 +94,11 @@ _BF16 = {
 }
 
 
-def _half(file: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, stage: int) -> str | None:
+def _half(file: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions, stage: int, name: str) -> str | None:
     given = options.half_weights
     if not (half_section(file) if given is None else given):
         return None
-    source = "option half_weights" if given else f"DeepSpeed configuration {options.config!r} with half weights"
+    source = "option half_weights" if given else f"DeepSpeed configuration {name} with half weights"
     if strategy.precision == "fp32":
         raise StrategyError(
             f"{source} of backend 'deepspeed' keeps the weights in the strategy's precision, which is 'fp32': ask for "
@@ -103,7 +108,8 @@ def _half(file: Mapping[str, Any], strategy: Strategy, options: DeepSpeedOptions
         raise StrategyError(
             f"{source} of backend 'deepspeed' needs stage 1, 2 or 3: at stage 0 DeepSpeed adds up the gradients of "
             "half-precision weights in that precision. Without half_weights, "
-            f"deepspeed:stage=0,precision={strategy.precision} keeps the weights in float32"
+            f"deepspeed:stage=0,precision={strategy.precision} keeps the weights in float32, and so does a file with "
+            '"torch_autocast": {"enabled": true} in the place of that section'
         )
     return strategy.precision
 

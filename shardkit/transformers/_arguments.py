@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,19 @@ class _Flags:
 
     @property
     def deepspeed_file(self) -> DeepSpeedFile | None:
-        """What ``deepspeed`` says: the path of a file, its text, or a mapping."""
+        """What ``deepspeed`` says, the path of a file, its text, or a mapping: read once, when it is first given."""
         asked: Any = getattr(self, "deepspeed", None)
-        return DeepSpeedFile.read(asked) if asked else None
+        if not asked:
+            return None
+        held: tuple[Any, DeepSpeedFile] | None = getattr(self, "_deepspeed_read", None)
+        if held is None or held[0] != asked:
+            held = self._deepspeed_read = asked, DeepSpeedFile.read(asked)
+        return held[1]
 
-    def to_strategy(self) -> shardkit.Strategy | None:
+    def to_strategy(self, *, handed: Collection[str] = ()) -> shardkit.Strategy | None:
         """Return the strategy that the flags and the other arguments mean together; None without a flag.
+
+        ``handed`` names what the Trainer is handed, of ``"optimizer"`` and ``"schedule"``.
 
         Raises:
             StrategyError: a flag's value is wrong, flags or arguments contradict each other.
@@ -77,7 +85,7 @@ class _Flags:
         if args.deepspeed:
             file = self.deepspeed_file
             assert file is not None
-            return file.strategy(args, common)
+            return file.strategy(args, common, handed=handed)
         if self.sharded_ddp:
             strategy = shardkit.Strategy.parse(_sharded_ddp.strategy_of(args.sharded_ddp, args.device))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
 class _OverSession(Checkpoints):
     """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
 
+    _created_lr_scheduler: bool
     _strategy: shardkit.Strategy | None = None
     """What the flags mean; None without one, when all is the library's."""
+
+    @functools.wraps(transformers.Trainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        file = self._file
+        if file is not None:
+            self.lr_scheduler = file.take(self.optimizer, self.lr_scheduler)
+            if self.optimizer is not None:
+                handed = ("optimizer",) if self.lr_scheduler is None else ("optimizer", "schedule")
+                self._strategy = self.accelerator.strategy = self.args.to_strategy(handed=handed)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and have it train under the strategy."""
@@ -82,6 +94,10 @@ class _OverSession(Checkpoints):
         if self._strategy is not None:
             # Gradients are the session's: the library would look at them for meshes of several dimensions.
             self._mixed_mesh_grads = False
+        if self._file is not None:
+            # Before the model is prepared. What the library makes itself is made anew in each training.
+            handed = None if self._created_lr_scheduler else self.lr_scheduler
+            self._file.check_steps(self.args, max_steps, handed)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
 
 

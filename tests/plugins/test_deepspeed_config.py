@@ -43,6 +43,32 @@ def test_a_file_that_is_missing_or_no_json_is_refused_by_name(tmp_path: Any) -> 
         planned(tmp_path, '{"bf16": {}, "bf16": {}}')
 
 
+def test_a_configuration_may_be_given_as_text() -> None:
+    from shardkit_deepspeed import DeepSpeedOptions
+    from shardkit_deepspeed._plan import make_plan
+
+    def of(text: str, **fields: Any) -> Any:
+        options = DeepSpeedOptions(config=text)
+        return make_plan(Strategy("deepspeed", **fields), options, elements=1000, world_size=2, device="cpu")
+
+    assert of('{"zero_optimization": {"stage": 3}}').stage == 3
+    with pytest.raises(StrategyError, match=r"^DeepSpeed configuration given as text is not JSON: it names .* twice"):
+        of('{"bf16": {}, "bf16": {}}')
+    with pytest.raises(StrategyError, match=r"^DeepSpeed configuration given as text can't be followed:\n  zero: Deep"):
+        of('{"zero": 1}')
+    with pytest.raises(
+        StrategyError, match=r"""write Strategy\("deepspeed", precision='bf16', options=\{"config": '{...}'"""
+    ):
+        of('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}')
+    with pytest.raises(StrategyError, match="given as text with half weights of backend 'deepspeed' needs stage 1, 2"):
+        of('{"bf16": {"enabled": true}}', precision="bf16")
+
+
+def test_an_optimizer_section_is_read_before_there_is_a_model(tmp_path: Any) -> None:
+    with pytest.raises(StrategyError, match=r"'.*ds\.json': optimizer\.type: 'Lamb' is not one that shardkit builds"):
+        planned(tmp_path, {"optimizer": {"type": "Lamb"}})
+
+
 def test_unknown_removed_and_undriven_keys_are_listed_at_once(tmp_path: Any) -> None:
     config = {
         "zero_optimisation": {},
@@ -232,6 +258,17 @@ def test_the_optimizer_section_becomes_the_torch_optimizer_that_it_means(tmp_pat
     check_section({"type": "AdamW", "params": {"lr": 0.1}}, "ds.json", torch.optim.AdamW(params, lr=0.1))
     with pytest.raises(StrategyError, match=r"optimizer\.params\.lr: 0\.1, but the optimizer has 0\.2"):
         check_section({"type": "AdamW", "params": {"lr": 0.1}}, "ds.json", torch.optim.AdamW(params, lr=0.2))
+
+
+def test_the_rate_of_a_section_is_that_of_an_optimizer_before_its_schedule() -> None:
+    from shardkit_deepspeed._config_optimizer import check_section
+
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    check_section({"type": "AdamW", "params": {"lr": 0.1}}, "ds.json", optimizer)
+    with pytest.raises(StrategyError, match=r"optimizer\.params\.lr: 0\.0, but the optimizer has 0\.1"):
+        check_section({"type": "AdamW", "params": {"lr": 0.0}}, "ds.json", optimizer)
 
 
 def test_the_known_keys_are_those_that_deepspeed_reads() -> None:
