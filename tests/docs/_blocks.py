@@ -22,7 +22,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 MARKS = {"setup", "run", "file", "slow", "not run"}
-OTHERS = {"main", "test", "loop", "workload"}
+OTHERS = {"main", "test", "loop", "workload", "rows", "then"}
 """Marks of other tests, and of .ci/run."""
 
 

@@ -5,7 +5,7 @@
 - ``pip install``: constraint files exist, and extras of shardkit are those of pyproject.toml.
 - ``pytest``: the paths exist, and so do the markers of ``-m``.
 - ``torchrun``: parsed by torch's parser; the script is a file of the page or of the repository.
-- ``python -m``: there is such a module.
+- ``python``: there is such a module, or such a script in the repository.
 """
 
 from __future__ import annotations
@@ -124,11 +124,9 @@ def _options(command: click.Command) -> set[str]:
 
 @cache
 def _options_of_trainer() -> set[str]:
-    from transformers import HfArgumentParser
+    from examples import seq2seq
 
-    from shardkit.transformers import Seq2SeqTrainingArguments
-
-    parser = HfArgumentParser(Seq2SeqTrainingArguments)
+    parser = seq2seq.parser()
     return {name for action in parser._actions for name in action.option_strings}
 
 
@@ -185,8 +183,10 @@ def _check_pytest(words: list[str]) -> None:
 
 
 def _check_python(words: list[str]) -> None:
-    assert words[0] == "-m", words
-    assert importlib.util.find_spec(words[1]) is not None, f"there is no module {words[1]}"
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None, f"there is no module {words[1]}"
+    else:
+        assert (ROOT / words[0]).is_file(), f"there is no {words[0]}"
 
 
 def _check_torchrun(words: list[str]) -> None:
