@@ -94,13 +94,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Return whether the open session trains the model with this optimizer already: train was called again."""
         session = self.session
         assert session is not None
-        return (
-            _open.get(model) is session
-            and session.strategy == self.strategy
-            and session.optimizer is optimizer
-            and session._count.is_between()
-            and not session._failed
-        )
+        if session.optimizer is not optimizer or self._module is not model:
+            return False
+        if session._closed or _open.get(model) is not session:
+            raise StateError(
+                "this Trainer's session was closed since its last train(), by hand or by another Trainer over the "
+                "model, and its optimizer's state went with it: make a new Trainer over the model"
+            )
+        if not session._count.is_between():
+            # A training that was stopped in mid-window, or broken off by an error, left gradients behind.
+            session._drop_window()
+        return True
 
     def _leave(self) -> None:
         """End the session of an earlier training, unless another Trainer has taken its model over."""
@@ -126,6 +130,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model for evaluation before any training: whole on each rank, in the strategy's precision."""
         if not evaluation_mode:
             raise UnsupportedError("under a strategy a model is prepared together with its optimizer")
+        if self.session is not None and _open.get(model) is self.session:
+            # A train() that failed at its begin had the accelerator forget it.
+            self._models.append(self.session.model)
+            return self.session.model
         close(model)
         model.to(self.device)
         if self.strategy.precision != "fp32":

@@ -12,7 +12,6 @@ from accelerate.utils import DummyOptim, gather_object
 from transformers.trainer_utils import has_length
 
 import shardkit
-import shardkit
 from shardkit._prepare import understood
 from shardkit.errors import CheckpointError, MismatchError, StrategyError
 from shardkit.transformers._accelerator import Accelerator, close, is_open

@@ -101,6 +101,14 @@ def trained(side: Side, *positional: Any, **settings: Any) -> Seen:
     return {**steps(trainer), "train_loss": output.training_loss}
 
 
+def sequences(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Return samples with the decoder's input, for losses that are made outside of the model."""
+    made = tiny.samples(count, seed)
+    for item in made:
+        item["decoder_input_ids"] = torch.cat([torch.zeros(1, dtype=torch.int64), item["input_ids"][:-1]])
+    return made
+
+
 # Models beside those of the library.
 
 
@@ -163,7 +171,7 @@ def another_seed(side: Side) -> Seen:
 
 
 def model_made_by_a_function(side: Side) -> Seen:
-    trainer = side.trainer(given={"model_init": tiny.t5})
+    trainer = side.trainer(given={"model_init": lambda: tiny.t5()})
     trainer.train()
     first = steps(trainer)
     trainer.train()
@@ -239,14 +247,20 @@ def schedules(side: Side) -> Seen:
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 
 
-def optimizers(side: Side, names: tuple[str, ...] = OPTIMIZERS) -> Seen:
-    return {name: attempt(lambda name=name: trained(side, optim=name, max_steps=3)) for name in names}
+def optimizers(side: Side) -> Seen:
+    def one(name: str) -> Seen:
+        trainer = line(side, optim=name)
+        trainer.train()
+        return steps(trainer)
+
+    return {name: attempt(lambda name=name: one(name)) for name in OPTIMIZERS}
 
 
 def label_smoothing(side: Side) -> Seen:
     seen = {}
     for name in tiny.MODELS:
-        trainer = side.trainer(name, label_smoothing_factor=0.1)
+        given = {"train_dataset": sequences(22), "eval_dataset": sequences(7, 1)}
+        trainer = side.trainer(name, label_smoothing_factor=0.1, given=given)
         trainer.train()
         seen[name] = {**steps(trainer), "eval": trainer.evaluate()["eval_loss"]}
     return seen
@@ -258,13 +272,17 @@ def _loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tenso
 
 
 def own_loss_function(side: Side) -> Seen:
-    return trained(side, given={"compute_loss_func": _loss})
+    return trained(side, given={"compute_loss_func": _loss, "train_dataset": sequences(22)})
 
 
 def averaged_by_rank(side: Side) -> Seen:
     return {
         **trained(side, average_tokens_across_devices=False),
-        "own": trained(side, given={"compute_loss_func": _loss}, average_tokens_across_devices=False),
+        "own": trained(
+            side,
+            given={"compute_loss_func": _loss, "train_dataset": sequences(22)},
+            average_tokens_across_devices=False,
+        ),
     }
 
 
@@ -339,8 +357,9 @@ def fp16(side: Side) -> Seen:
 def noisy_embeddings(side: Side) -> Seen:
     trainer = side.trainer("gpt2", neftune_noise_alpha=5.0)
     trainer.train()
-    hooks = len(trainer.model.get_input_embeddings()._forward_hooks)
-    return {**steps(trainer), "eval": trainer.evaluate()["eval_loss"], "hooks": hooks}
+    hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
+    left = [hook.__name__ for hook in hooks if "neftune" in getattr(hook, "__name__", "")]
+    return {**steps(trainer), "eval": trainer.evaluate()["eval_loss"], "left": left}
 
 
 def compiled(side: Side) -> Seen:
@@ -355,7 +374,9 @@ def compiled(side: Side) -> Seen:
 
 
 def grouped_by_length(side: Side) -> Seen:
-    data = [{key: value[: 3 + number % 4] for key, value in item.items()} for number, item in enumerate(tiny.samples(22))]
+    data = [
+        {key: value[: 3 + number % 4] for key, value in item.items()} for number, item in enumerate(tiny.samples(22))
+    ]
     return trained(
         side,
         train_sampling_strategy="group_by_length",
@@ -407,16 +428,12 @@ def few_samples(side: Side) -> Seen:
     }
 
 
-def workers(side: Side) -> Seen:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return trained(side, dataloader_num_workers=1, dataloader_multiprocessing_context="fork")
-
-
 def columns(side: Side) -> Seen:
     data = [{**item, "unknown": torch.zeros(3)} for item in tiny.samples(22)]
     removed = trained(side, given={"train_dataset": data})
-    kept = attempt(lambda: line(side, given={"train_dataset": points(22, unknown=1)}, remove_unused_columns=False).train())
+    kept = attempt(
+        lambda: line(side, given={"train_dataset": points(22, unknown=1)}, remove_unused_columns=False).train()
+    )
     return {"removed": removed, "kept": str(kept.get("error"))[:13]}
 
 
@@ -484,9 +501,12 @@ def timeless(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def evaluated_before_training(side: Side) -> Seen:
     trainer = side.trainer(given={"compute_metrics": right})
-    before = timeless(trainer.evaluate())
+    seen = {"before": timeless(trainer.evaluate())}
+    if side.flags is None:
+        # The library's own doesn't average gradients over ranks once it has evaluated: it has no reference for this.
+        trainer = side.trainer(given={"compute_metrics": right})
     trainer.train()
-    return {"before": before, **steps(trainer), "after": timeless(trainer.evaluate())}
+    return {**seen, **steps(trainer), "after": timeless(trainer.evaluate())}
 
 
 def evaluated_in_the_midst(side: Side) -> Seen:
@@ -519,7 +539,9 @@ def how_it_evaluates(side: Side) -> Seen:
     trainer.args.batch_eval_metrics = True
     seen["by batch"] = timeless(trainer.evaluate())
     trainer.args.batch_eval_metrics, trainer.compute_metrics = False, right
-    data = [{key: value[: 4 + number % 4] for key, value in item.items()} for number, item in enumerate(tiny.samples(7))]
+    data = [
+        {key: value[: 4 + number % 4] for key, value in item.items()} for number, item in enumerate(tiny.samples(7))
+    ]
     trainer.data_collator = pad
     found = trainer.predict(data)
     seen["lengths"] = {"logits": numbers(found.predictions[0]), "labels": numbers(found.label_ids)}
@@ -529,30 +551,31 @@ def how_it_evaluates(side: Side) -> Seen:
 
 
 def generated(side: Side) -> Seen:
-    seen = {}
-    for name, more in {"greedy": {}, "beams": {"generation_num_beams": 2}}.items():
-        trainer = side.trainer(
-            kind="Seq2SeqTrainer", predict_with_generate=True, generation_max_length=9, num_train_epochs=2, **more
-        )
-        before = trainer.predict(tiny.samples(5, seed=3))
-        trainer.train()
-        after = trainer.predict(tiny.samples(5, seed=3))
-        metrics = [timeless(found.metrics) for found in (before, after)]
-        seen[name] = {
-            "before": numbers(before.predictions),
-            "after": numbers(after.predictions),
-            "metrics": metrics,
-            "rows": len(after.predictions),
-        }
-    # On one rank all samples end at once, on the other they go on: each rank stops when it likes.
-    trainer.data_collator = pad
-    short = tiny.samples(4, seed=5)
-    for item in short[2:]:
-        item["input_ids"] = item["input_ids"][:2]
-        item["labels"] = item["labels"][:2]
-    found = trainer.predict(short, max_new_tokens=6, num_beams=1)
-    seen["uneven"] = {"words": numbers(found.predictions)}
+    def trainer(**more: Any) -> Any:
+        settings = {"predict_with_generate": True, "generation_max_length": 9, "num_train_epochs": 2, **more}
+        return side.trainer(kind="Seq2SeqTrainer", **settings)
+
+    data = tiny.samples(5, seed=3)
+    seen = {"untrained": _words(trainer().predict(data))}
+    for name, more in {"greedy": {}, "beams": {"generation_num_beams": 2}, "bf16": {"bf16": True}}.items():
+        made = trainer(**more)
+        made.train()
+        seen[name] = _words(made.predict(data))
+        if name == "greedy":
+            seen["evaluated"] = timeless(made.evaluate(max_length=7))
+            # One rank's generation ends before the other's.
+            most = 3 + 4 * made.args.process_index
+
+            def enough(words: Tensor, scores: Any, most: int = most) -> Tensor:
+                return torch.full((len(words),), words.shape[1] >= most)
+
+            seen["uneven"] = _words(made.predict(data, stopping_criteria=[enough]))
+            seen["goes on"] = made.train().training_loss
     return seen
+
+
+def _words(found: Any) -> Seen:
+    return {"words": numbers(found.predictions), "rows": len(found.predictions), "metrics": timeless(found.metrics)}
 
 
 # Callbacks, the log, counts.
@@ -568,23 +591,21 @@ class Noting(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.events.append("pre_optimizer_step")
-        self.was = self._weight(given["model"])
+        self.was = weights(given)
         self.seen.append([group["lr"] for group in given["optimizer"].param_groups])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.events.append("optimizer_step")
-        self.seen.append(not torch.equal(self.was, self._weight(given["model"])))
-
-    @staticmethod
-    def _weight(model: Any) -> Tensor:
-        return torch.cat([local(value).detach().flatten().clone() for value in model.parameters()])
+        now = weights(given)
+        self.seen.append(bool((now != self.was).any()))
+        self.seen.append(float(now.abs().sum()))
 
 
-def local(value: Any) -> Tensor:
-    """Return what this rank holds of a parameter, however it is sharded."""
-    if hasattr(value, "ds_tensor"):
-        return value.ds_tensor  # type: ignore[no-any-return]
-    return value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
+def weights(given: dict[str, Any]) -> Tensor:
+    """Return the whole weights of the model that a callback is given, under any strategy."""
+    session = getattr(given["optimizer"], "session", None)
+    found = given["model"].state_dict() if session is None else session.full_weights()
+    return torch.cat([value.detach().flatten().clone() for _, value in sorted(found.items())])
 
 
 def _event(name: str) -> Any:
@@ -602,12 +623,15 @@ for _name in (
 
 
 class Stopping(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops once, behind a step."""
+
     def __init__(self, step: int, what: str, event: str = "on_step_end") -> None:
-        self.step, self.what = step, what
+        self.step, self.what, self.done = step, what, False
         setattr(self, event, self._stop)
 
     def _stop(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
-        if state.global_step == self.step:
+        if state.global_step == self.step and not self.done:
+            self.done = True
             setattr(control, self.what, True)
         return control
 
@@ -633,9 +657,13 @@ def stops(side: Side) -> Seen:
     seen = {}
     for what in ("should_training_stop", "should_epoch_stop"):
         seen[what] = trained(side, given={"callbacks": [Stopping(1, what)]}, num_train_epochs=2)
-    # In mid-window: its gradient is never used.
-    callback = Stopping(1, "should_epoch_stop", "on_substep_end")
-    seen["mid-window"] = attempt(lambda: trained(side, given={"callbacks": [callback]}, num_train_epochs=3))
+    for what in ("should_training_stop", "should_epoch_stop"):
+        callback = Stopping(1, what, "on_substep_end")
+        trainer = side.trainer(given={"callbacks": [callback]}, num_train_epochs=3)
+        trainer.train()
+        seen[f"mid-window {what}"] = steps(trainer)
+        trainer.train()
+        seen[f"again after {what}"] = steps(trainer)
     early = transformers.EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=100.0)
     seen["early"] = trained(
         side, given={"callbacks": [early]}, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"
@@ -719,7 +747,6 @@ ALL: dict[str, Behaviour] = {
         grouped_by_length,
         streams,
         few_samples,
-        workers,
         columns,
         outputs,
         several_labels,
