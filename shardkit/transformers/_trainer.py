@@ -115,7 +115,9 @@ class _OverSession:
             # Once they are sharded, parameters may have no elements to count.
             self._trainable = super().get_num_trainable_parameters()  # type: ignore[misc]
             self._operations = super().floating_point_ops({self._input_name: torch.zeros(1)})  # type: ignore[misc]
-        _check_alike({"steps": max_steps, "micro-batches an epoch": _length(train_dataloader)}, "get_train_dataloader")
+        _check_alike(
+            {"steps": max_steps, "micro-batches an epoch": _length(train_dataloader)}, "the loader of the training"
+        )
         if self._file is not None:
             # Before the model is prepared. What the library makes itself is made anew in each training.
             handed = None if self._created_lr_scheduler else self.lr_scheduler

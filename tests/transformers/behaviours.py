@@ -115,11 +115,11 @@ def sequences(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
 class Line(nn.Module):
     """Predicts the sum of four numbers; its output is a tuple, a dict or, with ``None``, without a loss."""
 
-    def __init__(self, output: str = "dict", *, outputs: int = 1, kwargs: bool = False) -> None:
+    def __init__(self, output: str = "dict") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(4, 4)
-        self.head = nn.Linear(4, outputs)
+        self.head = nn.Linear(4, 1)
         self.output = output
 
     def forward(self, values: Tensor, labels: Tensor | None = None, others: Tensor | None = None) -> Any:
@@ -434,7 +434,7 @@ def columns(side: Side) -> Seen:
     kept = attempt(
         lambda: line(side, given={"train_dataset": points(22, unknown=1)}, remove_unused_columns=False).train()
     )
-    return {"removed": removed, "kept": str(kept.get("error"))[:13]}
+    return {"removed": removed, "kept": str(kept.get("error"))}
 
 
 def outputs(side: Side) -> Seen:
@@ -615,11 +615,11 @@ def _event(name: str) -> Any:
     return note
 
 
-for _name in (
-    "init_end train_begin train_end epoch_begin epoch_end step_begin substep_end step_end evaluate predict log "
-    "prediction_step save"
-).split():
-    setattr(Noting, f"on_{_name}", _event(_name))
+for _event_name in (
+    *("init_end", "train_begin", "train_end", "epoch_begin", "epoch_end", "step_begin", "substep_end", "step_end"),
+    *("evaluate", "predict", "log", "prediction_step", "save"),
+):
+    setattr(Noting, f"on_{_event_name}", _event(_event_name))
 
 
 class Stopping(transformers.TrainerCallback):  # type: ignore[misc]
@@ -712,6 +712,125 @@ def trained_again(side: Side) -> Seen:
     return {"first": first, "second": steps(trainer), "eval": trainer.evaluate()["eval_loss"]}
 
 
+# What goes wrong.
+
+
+def loaders_of_other_lengths(side: Side) -> Seen:
+    def base(cls: Any) -> type:
+        class Own(cls):  # type: ignore[misc]
+            def get_train_dataloader(self) -> DataLoader[Any]:
+                return self._loader(self.train_dataset, 12 - 4 * self.args.process_index)
+
+            def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+                return self._loader(self.eval_dataset, 6 - 3 * self.args.process_index)
+
+            def _loader(self, data: Any, count: int) -> DataLoader[Any]:
+                return DataLoader(data[:count], batch_size=2, collate_fn=self.data_collator)
+
+        return Own
+
+    trainer = line(side, base=base)
+    return {
+        "before training": attempt(trainer.evaluate),
+        "training": attempt(trainer.train),
+        "evaluation": attempt(trainer.evaluate),
+        "of so many steps": attempt(line(side, base=base, max_steps=5).train),
+    }
+
+
+def losses_not_finite(side: Side) -> Seen:
+    """The loss of one sample of rank 0's is NaN, in the second of three steps."""
+    data = points(22, factor=1)
+    for number, item in enumerate(data):
+        item["factor"] = torch.ones(1) * (torch.nan if number == 9 else 1)
+    given = {"train_dataset": data, "eval_dataset": None}
+    # In the order of the data, so that the step is known.
+    trainer = line(side, Losing(), given=given, train_sampling_strategy="sequential")
+    seen = {"raised": attempt(trainer.train), "until": steps(trainer)}
+    assert side.flags is not None
+    flag = side.flags["strategy"]
+    skips = {"strategy": flag + ("," if ":" in flag else ":") + "on_nonfinite=skip"}
+    trainer = line(Side(side.folder, skips), Losing(), given=given, train_sampling_strategy="sequential")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
+    seen["skipped"] = {**steps(trainer), "warned": [str(item.message) for item in warned]}
+    session = trainer.session
+    return {**seen, "moved": session.steps, "left out": session.skipped_steps}
+
+
+class Bare(Line):
+    """Is a line whose output is a tuple without a loss."""
+
+    def forward(self, values: Tensor, labels: Tensor | None = None, others: Tensor | None = None) -> Any:
+        return super().forward(values)["logits"][None]
+
+
+def outputs_without_a_loss(side: Side) -> Seen:
+    return {"dict": attempt(line(side, Line("none")).train), "tuple": attempt(line(side, Bare()).train)}
+
+
+class Breaking(Line):
+    """Breaks in the second forward, or in the second backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.calls = where, 0
+
+    def forward(self, values: Tensor, labels: Tensor | None = None, others: Tensor | None = None) -> Any:
+        self.calls += 1
+        if self.calls == 2 and self.where == "forward":
+            raise RuntimeError("broken")
+        out = super().forward(values, labels)
+        if self.calls == 2:
+            out["loss"].register_hook(_broken)
+        return out
+
+
+def _broken(gradient: Tensor) -> None:
+    raise RuntimeError("broken")
+
+
+def training_that_breaks(side: Side) -> Seen:
+    seen: Seen = {}
+    for where in ("forward", "backward"):
+        trainer = line(side, Breaking(where))
+        first = attempt(trainer.train)
+        again = attempt(lambda trainer=trainer: (trainer.train(), steps(trainer))[1])
+        seen[where] = {"first": first, "again": again}
+    trainer = line(side)
+    trainer.train()
+    return {**seen, "whole": steps(trainer)}
+
+
+def sessions_that_ended(side: Side) -> Seen:
+    first = line(side)
+    first.train()
+    second = line(side, first.model)
+    second.train()
+    seen = {"taken": attempt(first.train)}
+    second.session.close()
+    seen["closed"] = attempt(second.train)
+    second.end()
+    whole = [value.numel() for value in second.model.parameters()]
+    return {**seen, "whole": whole}
+
+
+def odd_calls(side: Side) -> Seen:
+    """What a subclass may ask of the accelerator, and a session can't do."""
+    trainer = line(side)
+    trainer.train()
+    accelerator = trainer.accelerator
+    return {
+        "value": attempt(lambda: accelerator.clip_grad_value_(trainer.model.parameters(), 1.0)),
+        "norm": attempt(lambda: accelerator.clip_grad_norm_(trainer.model.parameters(), 3.0)),
+        "alone": attempt(lambda: accelerator.prepare(Line())),
+        "unused": attempt(lambda: accelerator.prepare_model(Line())),
+        "closure": attempt(lambda: trainer.optimizer.step(lambda: None)),
+        "options": attempt(lambda: accelerator.backward(torch.zeros(()), retain_graph=True)),
+    }
+
+
 def attempt(function: Callable[[], Any]) -> Any:
     """Return what a function returns, or its error in words."""
     try:
@@ -764,7 +883,20 @@ ALL: dict[str, Behaviour] = {
 }
 
 
+WRONG: dict[str, Behaviour] = {
+    function.__name__: function
+    for function in (
+        loaders_of_other_lengths,
+        losses_not_finite,
+        outputs_without_a_loss,
+        training_that_breaks,
+        odd_calls,
+        sessions_that_ended,
+    )
+}
+
+
 def look(folder: str, flags: dict[str, Any] | None, names: list[str]) -> dict[str, Seen]:
     """Return what each of the behaviours shows. Collective."""
     side = Side(str(Path(folder)), flags)
-    return {name: attempt(lambda name=name: ALL[name](side)) for name in names}
+    return {name: attempt(lambda name=name: {**ALL, **WRONG}[name](side)) for name in names}
