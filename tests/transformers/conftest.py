@@ -37,7 +37,7 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
     @cache
     def looked(flag: str, names: tuple[str, ...]) -> list[dict[str, behaviours.Seen]]:
         folder = tmp_path_factory.mktemp("trainer")
-        return testing.run(behaviours.look, str(folder), FLAGS[flag], list(names), timeout=240)
+        return testing.run(behaviours.look, str(folder), FLAGS[flag], list(names), timeout=600)
 
     def look(flag: str, name: str) -> list[behaviours.Seen]:
         for names in (tuple(behaviours.WRONG), TELLING):
