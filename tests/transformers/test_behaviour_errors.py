@@ -8,10 +8,9 @@ from tests.transformers.conftest import Look, unlike
 
 STRATEGIES = [
     "--strategy ddp",
-    *(
-        pytest.param(flag, marks=pytest.mark.slow)
-        for flag in ("--strategy deepspeed:stage=2", "--strategy deepspeed:stage=3", "--strategy fsdp")
-    ),
+    "--strategy fsdp",
+    pytest.param("--strategy deepspeed:stage=2", marks=pytest.mark.slow),
+    pytest.param("--strategy deepspeed:stage=3", marks=pytest.mark.slow),
 ]
 every = pytest.mark.parametrize("flag", STRATEGIES)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.transformers.behaviours import OPTIMIZERS
+from tests.transformers.behaviours import ALL, OPTIMIZERS
 from tests.transformers.conftest import EVERY, Look, pairs, unlike
 
 TRAINING = (
@@ -30,6 +33,14 @@ TRAINING = (
     "trained_again",
 )
 DDP = "--strategy ddp"
+
+
+def test_the_page_lists_every_behaviour() -> None:
+    page = Path(__file__).parents[2] / "docs/trainer-behaviour.md"
+    cells = [line.split("|")[2] for line in page.read_text().splitlines() if line.startswith("| ")]
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    # What is otherwise than in the library is told below the tables.
+    assert listed == set(ALL) - {"fp16"}
 
 
 @pairs(TRAINING)
