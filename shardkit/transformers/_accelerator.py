@@ -101,8 +101,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "this Trainer's session was closed since its last train(), by hand or by another Trainer over the "
                 "model, and its optimizer's state went with it: make a new Trainer over the model"
             )
-        if not session._count.is_between():
-            # A training that was stopped in mid-window, or broken off by an error, left gradients behind.
+        if not session._count.is_between() and not session._failed:
+            # A training that was stopped in mid-window, or broken off by an error, left gradients behind. Of a session
+            # that failed, they go with what a checkpoint brings; without one, the next backward is refused.
             session._drop_window()
         return True
 
