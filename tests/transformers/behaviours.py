@@ -771,18 +771,18 @@ def outputs_without_a_loss(side: Side) -> Seen:
 
 
 class Breaking(Line):
-    """Breaks in the second forward, or in the second backward."""
+    """Breaks in the forward, or the backward, of its second call or another one."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, call: int = 2) -> None:
         super().__init__()
-        self.where, self.calls = where, 0
+        self.where, self.call, self.calls = where, call, 0
 
     def forward(self, values: Tensor, labels: Tensor | None = None, others: Tensor | None = None) -> Any:
         self.calls += 1
-        if self.calls == 2 and self.where == "forward":
+        if self.calls == self.call and self.where == "forward":
             raise RuntimeError("broken")
         out = super().forward(values, labels)
-        if self.calls == 2:
+        if self.calls == self.call:
             out["loss"].register_hook(_broken)
         return out
 
@@ -798,6 +798,12 @@ def training_that_breaks(side: Side) -> Seen:
         first = attempt(trainer.train)
         again = attempt(lambda trainer=trainer: (trainer.train(), steps(trainer))[1])
         seen[where] = {"first": first, "again": again}
+    # The second step's, behind a checkpoint of the first.
+    kept = Side(str(Path(side.folder, "broken")), side.flags)
+    trainer = line(kept, Breaking("backward", call=4), save_strategy="steps", save_steps=1)
+    seen["late"] = attempt(trainer.train)
+    trainer.train(resume_from_checkpoint=str(Path(kept.folder, "checkpoint-1")))
+    seen["resumed"] = steps(trainer)
     trainer = line(side)
     trainer.train()
     return {**seen, "whole": steps(trainer)}

@@ -59,6 +59,8 @@ def test_training_goes_on_after_an_error_in_mid_window_or_says_that_it_cant(look
             assert seen[where]["first"] == {"error": "RuntimeError: broken"}
         assert unlike(seen["whole"], seen["forward"]["again"]) == []
         assert seen["backward"]["again"]["error"].startswith("StateError: backward failed with RuntimeError")
+        assert seen["late"] == {"error": "RuntimeError: broken"}
+        assert unlike(seen["whole"], seen["resumed"]) == []
 
 
 @every
