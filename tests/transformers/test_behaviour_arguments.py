@@ -81,7 +81,8 @@ def test_without_a_flag_all_is_the_librarys_own_to_the_last_bit(tmp_path: Path) 
 @pytest.mark.parametrize("backend", ["ddp", "deepspeed:stage=3"])
 def test_one_process_trains_alone_and_finds_a_batch_that_fits(tmp_path: Path, backend: str) -> None:
     own, seen = (testing.run(_found, str(tmp_path), flags, processes=1)[0] for flags in (None, {"strategy": backend}))
-    assert own["tried"] == seen["tried"] == [8, 7, 6, 5, 4, 3, 2] or own["tried"] == seen["tried"]
+    assert seen["tried"][0] == 8
+    assert seen["tried"][-1] <= 3
     assert unlike(own, seen) == []
 
 

@@ -34,5 +34,5 @@ def test_ranks_may_generate_different_lengths(look: Look) -> None:
     for flag in ("own", DDP):
         seen = look(flag, "generated")[0]
         assert seen["uneven"]["words"] != seen["greedy"]["words"]
-        # 5 samples for 2 ranks in batches of 2: generations are gathered with those that fill the last batch.
-        assert seen["greedy"]["rows"] == 5 or seen["greedy"]["rows"] == 8
+        # 5 samples for 2 ranks in batches of 2: what fills the last batch is gathered with the others.
+        assert seen["greedy"]["rows"] == 8

@@ -9,6 +9,7 @@ import pytest
 
 from tests.transformers.behaviours import ALL, OPTIMIZERS
 from tests.transformers.conftest import EVERY, Look, pairs, unlike
+from tests.transformers.tiny import transformers
 
 TRAINING = (
     "same_seed_twice",
@@ -69,6 +70,7 @@ def test_a_short_last_window_is_a_step_of_its_own(look: Look) -> None:
 
 def test_every_schedule_moves_as_its_name_says(look: Look) -> None:
     seen = {name: found["rates"] for name, found in look(DDP, "schedules")[0].items()}
+    assert set(seen) == {kind.value for kind in transformers.SchedulerType}
     assert seen["constant"] == [0.01] * 6
     assert seen["constant_with_warmup"] == [0.0] + [0.01] * 5
     assert seen["linear"] == pytest.approx([0.0, 0.01, 0.008, 0.006, 0.004, 0.002])
