@@ -178,6 +178,15 @@ class Loop:
             self._count.extend(last=last)
         self.backward(loss)
 
+    def _drop_window(self) -> None:
+        """Drop the gradients of a window that was left in its midst, on all ranks. Collective."""
+        self._require_open()
+        disarm(self._tripwire)
+        self._engine.restart()
+        self._count.restart()
+        self._overflowed = False
+        self._losses.clear()
+
     def step(self) -> bool:
         """Update the weights if the window is complete, and return whether they moved.
 

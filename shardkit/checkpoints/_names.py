@@ -23,7 +23,7 @@ HELP = (
 )
 Shape = tuple[int, ...]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "sum", "prev"}
 )
 """State of torch's optimizers that has a number for each of the parameter's."""
@@ -143,7 +143,7 @@ def _known_shapes(state: Mapping[Any, Any], masters: Mapping[Any, Any]) -> dict[
         if not isinstance(entries, Mapping):
             continue
         shapes = {
-            tuple(entries[name].shape) for name in _ELEMENTWISE & entries.keys() if hasattr(entries[name], "shape")
+            tuple(entries[name].shape) for name in ELEMENTWISE & entries.keys() if hasattr(entries[name], "shape")
         }
         if len(shapes) == 1:
             found[key] = shapes.pop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -19,8 +18,33 @@ from shardkit.errors import InputError, StateError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_open: weakref.WeakKeyDictionary[nn.Module, shardkit.Session] = weakref.WeakKeyDictionary()
-"""The sessions of models that were trained or evaluated: another Trainer may go on with the same model."""
+
+class _Held:
+    """A session as its model keeps it, so that they go together; a copy of the model has none."""
+
+    def __init__(self, session: shardkit.Session | None = None) -> None:
+        self.session = session
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+class _Open:
+    """The sessions of models that were trained or evaluated: another Trainer may go on with the same model."""
+
+    def __setitem__(self, model: nn.Module, session: shardkit.Session) -> None:
+        model.__dict__["_shardkit_session"] = _Held(session)
+
+    def get(self, model: nn.Module) -> shardkit.Session | None:
+        held: _Held | None = model.__dict__.get("_shardkit_session")
+        return None if held is None else held.session
+
+    def pop(self, model: nn.Module) -> shardkit.Session | None:
+        held: _Held | None = model.__dict__.pop("_shardkit_session", None)
+        return None if held is None else held.session
+
+
+_open = _Open()
 
 _WHOLE = "ddp"
 """The backend that evaluates a model which isn't trained: under any of them it is whole on each rank."""
@@ -32,6 +56,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     strategy: shardkit.Strategy
     session: shardkit.Session | None
     """The session in which the model trains; None before the training."""
+    _module: nn.Module
+    """The module that trains in it."""
 
     @classmethod
     def over(cls, accelerator: accelerate.Accelerator, strategy: shardkit.Strategy) -> Self:
@@ -53,27 +79,44 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model, optimizer = objects
         held = getattr(optimizer, "optimizer", optimizer)
         if self.session is None or not self._goes_on(model, held):
+            self.end()
             close(model)
-            self.session = None
             called = self._compiled(model)
             session = shardkit.prepare(called, None if isinstance(held, DummyOptim) else held, self.strategy)
             _open[model] = self.session = session
+            self._module = model
         prepared = SessionOptimizer(self.session)
         self._models.append(self.session.model)
         self._optimizers.append(prepared)
         return self.session.model, prepared
 
+    def end(self) -> None:
+        """End the session of an earlier training, unless another Trainer has taken its model over. Collective."""
+        if self.session is not None and _open.get(self._module) is self.session:
+            close(self._module)
+        self.session = None
+
     def _goes_on(self, model: nn.Module, optimizer: Any) -> bool:
         """Return whether the open session trains the model with this optimizer already: train was called again."""
         session = self.session
         assert session is not None
-        return (
-            _open.get(model) is session
-            and session.strategy == self.strategy
-            and session.optimizer is optimizer
-            and session._count.is_between()
-            and not session._failed
-        )
+        if session.optimizer is not optimizer or self._module is not model:
+            return False
+        if session._closed or _open.get(model) is not session:
+            raise StateError(
+                "this Trainer's session was closed since its last train(), by hand or by another Trainer over the "
+                "model, and its optimizer's state went with it: make a new Trainer over the model"
+            )
+        if not session._count.is_between() and not session._failed:
+            # A training that was stopped in mid-window, or broken off by an error, left gradients behind. Of a session
+            # that failed, they go with what a checkpoint brings; without one, the next backward is refused.
+            session._drop_window()
+        return True
+
+    def end_training(self) -> None:
+        """Give the model back, with whole weights, and end the process group. Collective."""
+        self.end()
+        super().end_training()
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         plugin = self.state.dynamo_plugin
@@ -88,6 +131,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model for evaluation before any training: whole on each rank, in the strategy's precision."""
         if not evaluation_mode:
             raise UnsupportedError("under a strategy a model is prepared together with its optimizer")
+        if self.session is not None and _open.get(model) is self.session:
+            # A train() that failed at its begin had the accelerator forget it.
+            self._models.append(self.session.model)
+            return self.session.model
         close(model)
         model.to(self.device)
         if self.strategy.precision != "fp32":
@@ -175,8 +222,13 @@ class SessionOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.session.step_was_skipped
 
 
+def is_open(model: nn.Module) -> bool:
+    """Return whether the model trains, or is evaluated, in a session."""
+    return _open.get(model) is not None
+
+
 def close(model: nn.Module) -> None:
     """End the session of a model, if one is open; the model is whole again. Collective."""
-    session = _open.pop(model, None)
+    session = _open.pop(model)
     if session is not None:
         session.close()

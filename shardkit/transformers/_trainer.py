@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
-from accelerate.utils import DummyOptim
+from accelerate.utils import DummyOptim, gather_object
+from transformers.trainer_utils import has_length
 
 import shardkit
 from shardkit._prepare import understood
-from shardkit.errors import CheckpointError, StrategyError
-from shardkit.transformers._accelerator import Accelerator
+from shardkit.errors import MismatchError, StrategyError
+from shardkit.transformers._accelerator import Accelerator, close, is_open
 from shardkit.transformers._arguments import _Flags
+from shardkit.transformers._checkpoints import Checkpoints
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-CHECKPOINT = "shardkit"
-"""The folder of a Trainer's checkpoint that holds the session's."""
+    from torch import nn
 
 
-class _OverSession:
+class _OverSession(Checkpoints):
     """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
 
-    args: Any
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-
     _created_lr_scheduler: bool
+    _trainable: int
+    """How many elements of parameters are trained."""
+    _operations: int
+    """How many operations the library counts for one element of the input."""
     _strategy: shardkit.Strategy | None = None
     """What the flags mean; None without one, when all is the library's."""
 
@@ -59,6 +56,9 @@ class _OverSession:
                 understood(self._strategy, args.device)
             # One process drives one device.
             args._n_gpu = min(args._n_gpu, 1)
+        if self.session is not None:
+            # A search over hyperparameters makes an accelerator for each trial.
+            self.accelerator.end()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self._strategy is not None:
             self.accelerator = Accelerator.over(self.accelerator, self._strategy)
@@ -70,8 +70,9 @@ class _OverSession:
 
     @property
     def session(self) -> shardkit.Session | None:
-        """The session in which the model trains; None before the training, and without a flag."""
-        return getattr(self.accelerator, "session", None)
+        """The session in which the model trains; None before the training, once it is closed, and without a flag."""
+        session: shardkit.Session | None = getattr(getattr(self, "accelerator", None), "session", None)
+        return None if session is None or session._closed else session
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make the optimizer of the arguments, or leave it to the session where a DeepSpeed file describes it."""
@@ -95,42 +96,81 @@ class _OverSession:
     def _file(self) -> Any:
         return None if self._strategy is None else self.args.deepspeed_file
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # Another Trainer's session may hold it still, and its parameters be in pieces.
+        close(model)
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self._strategy is not None:
-            # Gradients are the session's: the library would look at them for meshes of several dimensions.
-            self._mixed_mesh_grads = False
+        if self._strategy is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        # Gradients are the session's: the library would look at them for meshes of several dimensions.
+        self._mixed_mesh_grads = False
+        if self.session is None or not is_open(self.model):
+            # Once they are sharded, parameters may have no elements to count.
+            close(self.model)
+            self._trainable = super().get_num_trainable_parameters()  # type: ignore[misc]
+            self._operations = super().floating_point_ops({self._input_name: torch.zeros(1)})  # type: ignore[misc]
+        _check_alike(
+            {"steps": max_steps, "micro-batches an epoch": _length(train_dataloader)}, "the loader of the training"
+        )
         if self._file is not None:
             # Before the model is prepared. What the library makes itself is made anew in each training.
             handed = None if self._created_lr_scheduler else self.lr_scheduler
             self._file.check_steps(self.args, max_steps, handed)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if state_dict is None and self.session is not None:
-            state_dict = self.session.full_weights()
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate over a loader, which must be equally long on every rank."""
+        if self._strategy is not None:
+            _check_alike({"batches": _length(dataloader)}, "the loader of an evaluation")
+        arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        return super().evaluation_loop(*arguments)  # type: ignore[misc]
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of parameters' elements that are trained, of all ranks together."""
         if self.session is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        else:
-            self.session.save(Path(output_dir, CHECKPOINT), objects={"lr_scheduler": self.lr_scheduler})
+            return super().get_num_trainable_parameters()  # type: ignore[misc, no-any-return]
+        return self._trainable
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = None if checkpoint is None else Path(checkpoint, CHECKPOINT)
-        if folder is None or (self.session is None and not folder.is_dir()):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        elif self.session is None:
-            raise CheckpointError(
-                f"{str(checkpoint)!r} was written under a strategy of shardkit, and no flag asks for one: go on with "
-                "the flag that it was written with, or with another one, such as --strategy ddp"
-            )
-        elif folder.is_dir():
-            self.session.load(folder, objects={"lr_scheduler": self.lr_scheduler})
-        else:
-            raise CheckpointError(
-                f"{str(checkpoint)!r} holds no optimizer state that strategy {str(self._strategy)!r} reads"
-            )
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return an estimate of the operations of a micro-batch's forward and backward."""
+        if self.session is None:
+            return super().floating_point_ops(inputs)  # type: ignore[misc, no-any-return]
+        return self._operations * inputs[self._input_name].numel() if self._input_name in inputs else 0
+
+    @property
+    def _input_name(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+
+def _length(loader: Any) -> int | None:
+    return len(loader) if has_length(loader) else None
+
+
+def _check_alike(numbers: dict[str, int | None], whence: str) -> None:
+    """Raise if a number isn't the same on every rank: one would wait for the others without an end. Collective.
+
+    Raises:
+        MismatchError: on every rank.
+    """
+    told = gather_object([numbers])
+    if any(other != told[0] for other in told):
+        listed = "".join(
+            f"\n  rank {rank}: " + ", ".join(f"{value} {name}" for name, value in other.items())
+            for rank, other in enumerate(told)
+        )
+        raise MismatchError(
+            f"{whence} isn't equally long on every rank, and one would wait for the others:{listed}\n  give each rank "
+            "the same number, for example by a DistributedSampler"
+        )
 
 
 class Trainer(_OverSession, transformers.Trainer):  # type: ignore[misc]
