@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 import shardkit
@@ -38,13 +40,16 @@ class _Flags:
 
     def __post_init__(self) -> None:
         own: Any = self
+        own.sharded_ddp = _sharded_ddp.parse(self.sharded_ddp)
+        if (own.sharded_ddp or own.deepspeed or self.strategy) and not torch.accelerator.is_available():
+            # Without it the library takes each process that was launched for one alone.
+            own.use_cpu = True
         # The library's own integration would take it.
         asked, own.deepspeed = own.deepspeed, None
         try:
             super().__post_init__()  # type: ignore[misc]
         finally:
             own.deepspeed = asked
-        own.sharded_ddp = _sharded_ddp.parse(self.sharded_ddp)
         self.to_strategy()
 
     @property
@@ -77,6 +82,12 @@ class _Flags:
                 f"{' and '.join(given)} can't be used together, since each says which library trains: leave one of them"
             )
         _check_others(args, given[0])
+        launched = int(os.environ.get("WORLD_SIZE", 1))
+        if launched > 1 and args.world_size == 1:
+            raise StrategyError(
+                f"{launched} processes were launched, and the library takes this one for one alone, on {args.device}: "
+                "give --use_cpu to train on CPU, or a device for each process"
+            )
         common: dict[str, Any] = {
             "accumulate": args.gradient_accumulation_steps,
             "max_grad_norm": args.max_grad_norm or None,

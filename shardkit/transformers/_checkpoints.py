@@ -125,7 +125,9 @@ class Checkpoints:
             # Written last, it marks a whole checkpoint. An earlier run may have left one of the same step.
             folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")  # type: ignore[attr-defined]
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        save = partial(super()._save_checkpoint, model, trial)  # type: ignore[misc]
+        # Together, so that it is whole for every rank that goes on.
+        save() if self.session is None else self._together(save)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         session = self.session
@@ -155,7 +157,12 @@ class Checkpoints:
 
     # Resuming.
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Train; ``resume_from_checkpoint=True`` goes on from the last whole checkpoint of the output folder.
 
         Raises:
@@ -167,7 +174,7 @@ class Checkpoints:
             resume_from_checkpoint = found or True
             for told in broken:
                 self._warn(f"{told}. Going on from {found!r}, which is whole")
-        return super().train(resume_from_checkpoint, *others, **named)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)  # type: ignore[misc]
@@ -182,7 +189,7 @@ class Checkpoints:
             load()
             return
         if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or kind is not _Kind.NOBODY:
-            _require_whole(folder)
+            self._before_session(lambda: _require_whole(folder))
         if kind in (_Kind.NOBODY, _Kind.OPTIMIZER):
             self._take_over(folder, kind, load)
         # In other folders the weights come with the optimizer's state.

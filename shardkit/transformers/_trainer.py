@@ -16,6 +16,8 @@ from shardkit.errors import MismatchError, StrategyError
 from shardkit.transformers._accelerator import Accelerator, close, is_open
 from shardkit.transformers._arguments import _Flags
 from shardkit.transformers._checkpoints import Checkpoints
+from shardkit.transformers._loss import ignores_the_count, warn_of_the_count
+from shardkit.transformers._sampler import alike
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 class _OverSession(Checkpoints):
     """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
 
+    compute_loss_func: Any
+    label_smoother: Any
+    model_accepts_loss_kwargs: bool
     _created_lr_scheduler: bool
     _trainable: int
     """How many elements of parameters are trained."""
@@ -106,11 +111,12 @@ class _OverSession(Checkpoints):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
         # Gradients are the session's: the library would look at them for meshes of several dimensions.
         self._mixed_mesh_grads = False
-        if self.session is None or not is_open(self.model):
+        if self.accelerator.session is None or not is_open(self.model):
             # Once they are sharded, parameters may have no elements to count.
             close(self.model)
             self._trainable = super().get_num_trainable_parameters()  # type: ignore[misc]
             self._operations = super().floating_point_ops({self._input_name: torch.zeros(1)})  # type: ignore[misc]
+        self._look_at_loss()
         _check_alike(
             {"steps": max_steps, "micro-batches an epoch": _length(train_dataloader)}, "the loader of the training"
         )
@@ -119,6 +125,20 @@ class _OverSession(Checkpoints):
             handed = None if self._created_lr_scheduler else self.lr_scheduler
             self._file.check_steps(self.args, max_steps, handed)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+
+    def _look_at_loss(self) -> None:
+        own = self.compute_loss_func is None and self.label_smoother is None and self.model_accepts_loss_kwargs
+        parts = self.args.gradient_accumulation_steps * self.args.world_size
+        if own and parts > 1 and self.args.process_index == 0 and ignores_the_count(self.model):
+            warn_of_the_count(self.model, parts)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)  # type: ignore[misc]
+        return sampler if self._strategy is None else alike(sampler)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        sampler = super()._get_eval_sampler(eval_dataset)  # type: ignore[misc]
+        return sampler if self._strategy is None else alike(sampler)
 
     def evaluation_loop(
         self,

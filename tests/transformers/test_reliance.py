@@ -15,7 +15,7 @@ import accelerate
 import pytest
 from accelerate.optimizer import AcceleratedOptimizer
 
-from shardkit.transformers import _accelerator, _trainer
+from shardkit.transformers import _accelerator, _checkpoints, _trainer
 from tests.transformers.tiny import transformers
 
 ANSWERED = {
@@ -95,6 +95,7 @@ def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
 
 OVERRIDDEN = [
     *_overridden(_trainer._OverSession, transformers.Trainer),
+    *_overridden(_checkpoints.Checkpoints, transformers.Trainer),
     *_overridden(_accelerator.Accelerator, accelerate.Accelerator),
     *_overridden(_accelerator.SessionOptimizer, AcceleratedOptimizer),
 ]
@@ -111,8 +112,17 @@ def test_what_is_overridden_takes_the_same_arguments(ours: Any, theirs: Any, nam
 def test_what_is_overridden_is_still_there() -> None:
     found = {name for *_, name in OVERRIDDEN}
     needed = {
-        *(f"Trainer.{name}" for name, source in _functions(_trainer._OverSession) if f"super().{name}(" in source),
-        *(f"Accelerator.{name}" for name, _ in _functions(_accelerator.Accelerator) if name[0] != "_"),
+        *(
+            f"Trainer.{name}"
+            for ours in (_trainer._OverSession, _checkpoints.Checkpoints)
+            for name, source in _functions(ours)
+            if f"super().{name}" in source
+        ),
+        *(
+            f"Accelerator.{name}"
+            for name, _ in _functions(_accelerator.Accelerator)
+            if name[0] != "_" and name != "end"
+        ),
         *(f"AcceleratedOptimizer.{name}" for name, _ in _functions(_accelerator.SessionOptimizer)),
     }
     assert not needed - found, (

@@ -506,8 +506,9 @@ def _trials(folder: str) -> tuple[list[list[float]], int]:
     from shardkit.transformers import _accelerator
 
     template = trainer(folder, STAGE3)
+    models: list[Any] = []
     made = type(template)(
-        model_init=lambda: tiny.gpt2(),
+        model_init=lambda: models.append(tiny.gpt2()) or models[-1],
         args=template.args,
         train_dataset=tiny.samples(24),
         eval_dataset=template.eval_dataset,
@@ -519,7 +520,7 @@ def _trials(folder: str) -> tuple[list[list[float]], int]:
         losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
         # As a search over hyperparameters does.
         made.create_accelerator_and_postprocess()
-    return losses, len(_accelerator._open)
+    return losses, sum(map(_accelerator.is_open, models))
 
 
 def test_trials_with_a_fresh_model_each_are_the_same_and_leave_no_session_open(tmp_path: Path) -> None:
