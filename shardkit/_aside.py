@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, final
 
 from shardkit._tripwire import GRADIENT
@@ -9,8 +10,8 @@ from shardkit._tripwire import GRADIENT
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-open_asides: list[Aside] = []
-"""Those of all open sessions."""
+open_asides: list[weakref.ref[Aside]] = []
+"""Those of all open sessions. One that nobody holds any more goes without being closed."""
 
 
 @final
@@ -23,15 +24,17 @@ class Aside:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        open_asides.append(self)
+        self._own = weakref.ref(self, open_asides.remove)
+        open_asides.append(self._own)
 
     def take(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Take the gradients of the others away, and return them; None where there is no other session."""
         if len(open_asides) < 2:
             return None
         taken: list[tuple[Tensor, Tensor | None]] = []
-        for other in open_asides:
-            if other is not self:
+        for reference in list(open_asides):
+            other = reference()
+            if other is not None and other is not self:
                 for value in other._parameters:
                     taken.append((value, GRADIENT.__get__(value)))
                     GRADIENT.__set__(value, None)
@@ -41,10 +44,11 @@ class Aside:
         """Put back what was taken, in the place of what came since."""
         for value, gradient in taken or ():
             GRADIENT.__set__(value, None)
-            if gradient is not None:
+            # One of a session that failed in its midst may be whole, where its parameter has been split since.
+            if gradient is not None and gradient.shape == value.shape:
                 GRADIENT.__set__(value, gradient)
 
     def close(self) -> None:
         """Be no other session's concern any more."""
-        if self in open_asides:
-            open_asides.remove(self)
+        if self._own in open_asides:
+            open_asides.remove(self._own)

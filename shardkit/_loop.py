@@ -174,8 +174,12 @@ class Loop:
 
         ``loss`` is this micro-batch's part of the window's: divided by what the window is averaged over already.
         """
-        if not self._count.is_full():
-            self._count.extend(last=last)
+        if self._count.is_full():
+            raise StateError(
+                "backward came again after the window's last micro-batch, whose gradients are averaged already: add "
+                "the losses of a micro-batch up, and go back through them once"
+            )
+        self._count.extend(last=last)
         self.backward(loss)
 
     def _drop_window(self) -> None:

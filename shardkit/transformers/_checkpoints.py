@@ -394,6 +394,11 @@ def _checked_state(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, 
     state = _read(file)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise CheckpointError(f"{str(file)!r} isn't what torch.optim's state_dict gives")
+    if "note" in state:
+        raise CheckpointError(
+            f"{str(folder)!r} was written under a strategy of shardkit, and its folder {CHECKPOINT!r}, which holds the "
+            "optimizer's state and the weights, is missing"
+        )
     groups = [dict(group) for group in state["param_groups"]]
     for group in groups:
         if group.get("correct_bias") is True:

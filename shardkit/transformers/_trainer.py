@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+logger = logging.getLogger(__name__)
+
+
 class _OverSession(Checkpoints):
     """What a Trainer does otherwise under a flag: nothing but what concerns its accelerator, and checkpoints."""
 
+    callback_handler: Any
     compute_loss_func: Any
     label_smoother: Any
     model_accepts_loss_kwargs: bool
@@ -117,6 +122,7 @@ class _OverSession(Checkpoints):
             self._trainable = super().get_num_trainable_parameters()  # type: ignore[misc]
             self._operations = super().floating_point_ops({self._input_name: torch.zeros(1)})  # type: ignore[misc]
         self._look_at_loss()
+        self._look_at_callbacks()
         _check_alike(
             {"steps": max_steps, "micro-batches an epoch": _length(train_dataloader)}, "the loader of the training"
         )
@@ -131,6 +137,19 @@ class _OverSession(Checkpoints):
         parts = self.args.gradient_accumulation_steps * self.args.world_size
         if own and parts > 1 and self.args.process_index == 0 and ignores_the_count(self.model):
             warn_of_the_count(self.model, parts)
+
+    def _look_at_callbacks(self) -> None:
+        event = transformers.TrainerCallback.on_pre_optimizer_step
+        looking = [
+            type(one).__name__
+            for one in self.callback_handler.callbacks
+            if type(one).on_pre_optimizer_step is not event
+        ]
+        if looking and self.args.max_grad_norm and self.args.process_index == 0:
+            logger.warning(
+                f"{', '.join(looking)} sees gradients before they are clipped, and what it changes is clipped with the "
+                "rest: under a strategy the step clips, and on_pre_optimizer_step comes before it"
+            )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(train_dataset)  # type: ignore[misc]
@@ -188,8 +207,8 @@ def _check_alike(numbers: dict[str, int | None], whence: str) -> None:
             for rank, other in enumerate(told)
         )
         raise MismatchError(
-            f"{whence} isn't equally long on every rank, and one would wait for the others:{listed}\n  give each rank "
-            "the same number, for example by a DistributedSampler"
+            f"{whence} isn't equally long on every rank, and one would wait for the others:{listed}\n  give all ranks "
+            "the same arguments, and loaders of the same length, for example by a DistributedSampler"
         )
 
 

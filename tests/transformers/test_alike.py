@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
 import shardkit.transformers
 from shardkit import testing
@@ -80,3 +80,21 @@ def test_processes_that_the_library_takes_for_one_alone_are_refused(monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(StrategyError, match=r"2 processes were launched, .* one alone, on cpu: give --use_cpu"):
         args.to_strategy()
+
+
+def test_a_callback_that_would_see_clipped_gradients_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scaling(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None: ...
+
+    trainer = tiny.trainer(shardkit.transformers, str(tmp_path), strategy="ddp")
+    trainer._look_at_callbacks()
+    assert not caplog.messages
+    trainer.add_callback(Scaling())
+    trainer._look_at_callbacks()
+    (told,) = caplog.messages
+    assert told.startswith("Scaling sees gradients before they are clipped")
+    trainer.args.max_grad_norm = 0
+    trainer._look_at_callbacks()
+    assert len(caplog.messages) == 1

@@ -22,7 +22,7 @@ def test_loaders_of_other_lengths_are_refused_on_every_rank(look: Look, flag: st
     assert first["training"]["error"] == (
         "MismatchError: the loader of the training isn't equally long on every rank, and one would wait for the "
         "others:\n  rank 0: 3 steps, 6 micro-batches an epoch\n  rank 1: 2 steps, 4 micro-batches an epoch\n"
-        "  give each rank the same number, for example by a DistributedSampler"
+        "  give all ranks the same arguments, and loaders of the same length, for example by a DistributedSampler"
     )
     assert "rank 1: 5 steps, 4 micro-batches an epoch" in first["of so many steps"]["error"]
     for when in ("before training", "evaluation"):

@@ -25,7 +25,7 @@ def twice(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) ->
 
 
 def test_a_second_backward_of_the_last_micro_batch_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(StateError, match="backward past the window"):
+    with pytest.raises(StateError, match="backward came again after"):
         made(str(tmp_path), twice).train()
 
 
