@@ -24,7 +24,7 @@ class Aside:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._own = weakref.ref(self, open_asides.remove)
+        self._own = weakref.ref(self, _forget)
         open_asides.append(self._own)
 
     def take(self) -> list[tuple[Tensor, Tensor | None]] | None:
@@ -50,5 +50,9 @@ class Aside:
 
     def close(self) -> None:
         """Be no other session's concern any more."""
-        if self._own in open_asides:
-            open_asides.remove(self._own)
+        _forget(self._own)
+
+
+def _forget(reference: weakref.ref[Aside]) -> None:
+    if reference in open_asides:
+        open_asides.remove(reference)

@@ -63,6 +63,7 @@ class Processes:
         if not dist.is_initialized():
             _initialize(device.type if device is not None else "cpu")
             _ours = True
+        _linger_at_exit()
         _open_sessions += 1
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -187,7 +188,6 @@ def _initialize(device: str) -> None:
         store, rank, world_size = dist.HashStore(), 0, 1
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world_size)
-    _linger_at_exit()
 
 
 def _check_launcher() -> None:

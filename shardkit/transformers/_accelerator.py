@@ -13,7 +13,7 @@ from accelerate.utils import DummyOptim
 from torch import Tensor, nn
 
 import shardkit
-from shardkit.errors import InputError, StateError, UnsupportedError
+from shardkit.errors import InputError, NonFiniteError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,7 +208,12 @@ class SessionOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "the window's last micro-batch didn't come to accelerator.backward, and other ranks wait for it: hand "
                 "over 0.0 * loss for one that is to count nothing"
             )
-        self.session.step()
+        try:
+            self.session.step()
+        except NonFiniteError as error:
+            backend = self.session.strategy.backend
+            error.add_note(f'On the Trainer that is --strategy "{backend}:on_nonfinite=skip".')
+            raise
         if self.norm is not None:
             self.norm.fill_(self.session.grad_norm)
             self.norm = None

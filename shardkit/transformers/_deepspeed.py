@@ -129,8 +129,8 @@ class DeepSpeedFile:
         try:
             _registry.footprint(backend.name, ModelSize((), args.world_size, args.device.type), strategy, options)
         except StrategyError as error:
-            error.add_note(f"The configuration is --deepspeed {self.source}, filled from the arguments.")
-            raise
+            told = f"--deepspeed {self.source}, filled from the arguments,"
+            raise StrategyError(str(error).replace("DeepSpeed configuration given as text", told)) from None
 
     def take(self, optimizer: Optimizer | None, schedule: Any) -> Any:
         """Return the schedule that the Trainer was handed, as it is to be stepped; None where it was handed none.
