@@ -19,8 +19,10 @@ preload("transformers", "accelerate", "deepspeed")
 WARM = 4
 """Steps of a block that aren't timed: buckets, first states of the optimizer."""
 
+SIZES = {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
+"""Buckets of the announcement's file, which are DeepSpeed's own defaults, too."""
+
 CONFIG = {
-    "zero_optimization": {"stage": 2},
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -111,6 +113,6 @@ def _train(arm: Arm, length: int, batch: int, clock: Callable[[], float]) -> flo
     return timed.seconds
 
 
-def deepspeed_file() -> str:
-    """Return the same file for both: ZeRO stage 2, what the arguments say of the rest."""
-    return json.dumps(CONFIG)
+def deepspeed_file(*, sizes: bool) -> str:
+    """Return the same file for both: ZeRO stage 2, with sizes of buckets or not, the rest as the arguments say."""
+    return json.dumps({"zero_optimization": {"stage": 2, **(SIZES if sizes else {})}, **CONFIG})

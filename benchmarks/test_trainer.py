@@ -13,14 +13,20 @@ LENGTH, BATCH = 20, 4
 ARMS = {
     "ddp": (Arm("own", False, {}), Arm("shardkit", True, {"strategy": "ddp"})),
     "deepspeed stage 2": (
-        Arm("own", False, {"deepspeed": deepspeed_file()}),
-        Arm("shardkit", True, {"deepspeed": deepspeed_file()}),
+        Arm("own", False, {"deepspeed": deepspeed_file(sizes=True)}),
+        Arm("shardkit", True, {"deepspeed": deepspeed_file(sizes=True)}),
+    ),
+    "deepspeed stage 2, each with its own buckets": (
+        Arm("own", False, {"deepspeed": deepspeed_file(sizes=False)}),
+        Arm("shardkit", True, {"deepspeed": deepspeed_file(sizes=False)}),
     ),
     "--sharded_ddp over the library's ddp": (Arm("own", False, {}), Arm("shardkit", True, {"sharded_ddp": True})),
 }
+SAME = ("ddp", "deepspeed stage 2")
+"""Where both have the same backend at the same settings."""
 
 LIMIT = 1.02
-"""How many times as long a step may take; two hundredths are the noise of a quiet machine."""
+"""How many times as long a step may take there, over what the library's own takes over itself."""
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -45,5 +51,5 @@ def test_a_step_of_the_trainer(benchmark, blocks, processor, backend, accumulate
         shardkit_over_own=over.text(),
         noise=noise.text(),
     )
-    if "over" not in backend:
-        assert over.median <= LIMIT
+    if backend in SAME:
+        assert over.median <= LIMIT * max(noise.median, 1.0)
