@@ -2,5 +2,5 @@
 
 from shardkit._registry import require_installed
 
-for _library, _requires in (("transformers", "transformers>=5.10.4"), ("accelerate", "accelerate>=1.15")):
+for _library, _requires in (("transformers", "transformers>=5.22.2"), ("accelerate", "accelerate>=1.15")):
     require_installed("shardkit.transformers", _library, _requires, 'pip install "shardkit[transformers]"')
