@@ -40,15 +40,13 @@ class Arm:
 
 
 def measure(
-    arms: list[Arm], workload: str, *, blocks: int, length: int, batch: int, processor: bool = False
+    arms: list[Arm], *, blocks: int, length: int, batch: int, processor: bool = False
 ) -> dict[str, list[float]]:
     """Return seconds per optimizer step of each arm in each round, on rank 0 of two; of the wall or the processor."""
-    return run(_blocks, arms, workload, blocks, length, batch, processor, processes=2, timeout=1800)[0]
+    return run(_blocks, arms, blocks, length, batch, processor, processes=2, timeout=1800)[0]
 
 
-def _blocks(
-    arms: list[Arm], workload: str, blocks: int, length: int, batch: int, processor: bool
-) -> dict[str, list[float]]:
+def _blocks(arms: list[Arm], blocks: int, length: int, batch: int, processor: bool) -> dict[str, list[float]]:
     import deepspeed
 
     # Never used here, and compiled at the first start otherwise.
@@ -58,14 +56,14 @@ def _blocks(
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     for turn in range(blocks + 1):
         for arm in arms:
-            taken = _train(arm, workload, length, batch, time.process_time if processor else time.perf_counter)
+            taken = _train(arm, length, batch, time.process_time if processor else time.perf_counter)
             if turn:
                 seconds[arm.name].append(taken)
     return seconds
 
 
-def _train(arm: Arm, workload: str, length: int, batch: int, clock: Callable[[], float]) -> float:
-    """Train the workload's model for some steps, and return the seconds of one."""
+def _train(arm: Arm, length: int, batch: int, clock: Callable[[], float]) -> float:
+    """Train the T5 of the commands for some steps, and return the seconds of one."""
     import torch
     import transformers
 
@@ -81,7 +79,7 @@ def _train(arm: Arm, workload: str, length: int, batch: int, clock: Callable[[],
 
     # What the library's own integration leaves behind in the process.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    work = load(workload)
+    work = load("t5-tiny")
     rows = [
         {name: value[place] for name, value in many.items()}
         for many, _ in zip(work.batches(8), range(batch), strict=False)
