@@ -29,22 +29,8 @@ class _Held:
         return _Held, ()
 
 
-class _Open:
-    """The sessions of models that were trained or evaluated: another Trainer may go on with the same model."""
-
-    def __setitem__(self, model: nn.Module, session: shardkit.Session) -> None:
-        model.__dict__["_shardkit_session"] = _Held(session)
-
-    def get(self, model: nn.Module) -> shardkit.Session | None:
-        held: _Held | None = model.__dict__.get("_shardkit_session")
-        return None if held is None else held.session
-
-    def pop(self, model: nn.Module) -> shardkit.Session | None:
-        held: _Held | None = model.__dict__.pop("_shardkit_session", None)
-        return None if held is None else held.session
-
-
-_open = _Open()
+_SESSION = "_shardkit_session"
+"""The attribute of a model that holds its session: another Trainer may go on with the same model."""
 
 _WHOLE = "ddp"
 """The backend that evaluates a model which isn't trained: under any of them it is whole on each rank."""
@@ -83,8 +69,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             close(model)
             called = self._compiled(model)
             session = shardkit.prepare(called, None if isinstance(held, DummyOptim) else held, self.strategy)
-            _open[model] = self.session = session
-            self._module = model
+            model.__dict__[_SESSION] = _Held(session)
+            self.session, self._module = session, model
         prepared = SessionOptimizer(self.session)
         self._models.append(self.session.model)
         self._optimizers.append(prepared)
@@ -92,7 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def end(self) -> None:
         """End the session of an earlier training, unless another Trainer has taken its model over. Collective."""
-        if self.session is not None and _open.get(self._module) is self.session:
+        if self.session is not None and _session_of(self._module) is self.session:
             close(self._module)
         self.session = None
 
@@ -102,7 +88,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         assert session is not None
         if session.optimizer is not optimizer or self._module is not model:
             return False
-        if session._closed or _open.get(model) is not session:
+        if session._closed or _session_of(model) is not session:
             raise StateError(
                 "this Trainer's session was closed since its last train(), by hand or by another Trainer over the "
                 "model, and its optimizer's state went with it: make a new Trainer over the model"
@@ -131,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Prepare a model for evaluation before any training: whole on each rank, in the strategy's precision."""
         if not evaluation_mode:
             raise UnsupportedError("under a strategy a model is prepared together with its optimizer")
-        if self.session is not None and _open.get(model) is self.session:
+        if self.session is not None and _session_of(model) is self.session:
             # A train() that failed at its begin had the accelerator forget it.
             self._models.append(self.session.model)
             return self.session.model
@@ -139,7 +125,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         model.to(self.device)
         if self.strategy.precision != "fp32":
             plain = shardkit.Strategy(_WHOLE, precision=self.strategy.precision)
-            _open[model] = shardkit.prepare(model, None, plain)
+            model.__dict__[_SESSION] = _Held(shardkit.prepare(model, None, plain))
         self._models.append(model)
         return model
 
@@ -227,13 +213,19 @@ class SessionOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self.session.step_was_skipped
 
 
+def _session_of(model: nn.Module) -> shardkit.Session | None:
+    held: _Held | None = model.__dict__.get(_SESSION)
+    return None if held is None else held.session
+
+
 def is_open(model: nn.Module) -> bool:
     """Return whether the model trains, or is evaluated, in a session."""
-    return _open.get(model) is not None
+    return _session_of(model) is not None
 
 
 def close(model: nn.Module) -> None:
     """End the session of a model, if one is open; the model is whole again. Collective."""
-    session = _open.pop(model)
+    session = _session_of(model)
+    model.__dict__.pop(_SESSION, None)
     if session is not None:
         session.close()

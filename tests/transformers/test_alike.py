@@ -89,6 +89,7 @@ def test_a_callback_that_would_see_clipped_gradients_is_warned_of(
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None: ...
 
     trainer = tiny.trainer(shardkit.transformers, str(tmp_path), strategy="ddp")
+    caplog.clear()
     trainer._look_at_callbacks()
     assert not caplog.messages
     trainer.add_callback(Scaling())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +12,21 @@ import shardkit
 from shardkit.errors import StateError, UnsupportedError
 from tests.transformers import tiny
 
+_made: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """End the sessions of a test's Trainers, and with the last one the process group, which others would meet."""
+    yield
+    while _made:
+        _made.pop().accelerator.end()
+
 
 def made(folder: str, step: Any, **arguments: Any) -> Any:
     trainer = tiny.trainer(shardkit.transformers, folder, strategy="ddp", max_steps=2, **arguments)
     trainer.training_step = step.__get__(trainer)
+    _made.append(trainer)
     return trainer
 
 
